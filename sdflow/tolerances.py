@@ -85,3 +85,9 @@ FLOAT8_ACTIVATION_LIMIT = 4e-3
 FLOAT8_PRODUCT_LIMIT = 4e-3
 """Limit for a float8 product from the same numbers in float64: Hopper accumulates below float32 precision, 1.5e-3 off
 for 5120 summands."""
+
+INT8_ROTATED_LIMIT = 1e-3
+"""Limit for rotated int8 rows from their definition: another summation order may move a value to its neighbour."""
+INT8_ROUNDINGS = 1.01
+"""Limit for an int8 product, whose sums are exact, in units of its rounding to 16 bits and of float32's roundings of the
+values that are added up last."""

@@ -265,11 +265,13 @@ def artifact(
             distances = relative(ours, {key: value for key, value in outputs.items() if key in ours})
             # ONNX Runtime's CUDA provider computes float32 in TensorFloat-32, which has as many digits as float16.
             kind = "float16" if precision == "float32" and options.target == "cuda" else precision
-            if chains[name].quantized is not None:
-                precision = kind = FLOAT8
+            quantized = chains[name].quantized
+            if quantized is not None:
+                precision = kind = FLOAT8 if quantized.to.startswith(FLOAT8) else quantized.to
             yardstick = plain.get(kind, {}).get("submodels", {}).get(name)
+            stated = (quantized and quantized.limit) or FLOAT32_AT_MOST
             for key, value in distances.items():
-                most = FLOAT16_RATIO * yardstick[index][key] if yardstick else FLOAT32_AT_MOST
+                most = FLOAT16_RATIO * yardstick[index][key] if yardstick else stated
                 rows.append({"case": what, "output": key, "distance": value, "at_most": most})
                 if not value <= most:
                     found["problems"].append(f"{name} {key}, {what}: {value:.2e} from float32, at most {most:.2e}")

@@ -16,8 +16,14 @@ TYPES = {
     torch.bfloat16: TensorProto.BFLOAT16,
     torch.float32: TensorProto.FLOAT,
     torch.uint8: TensorProto.UINT8,
+    torch.int8: TensorProto.INT8,
 }
-RESULTS = {"tensor(float16)": torch.float16, "tensor(bfloat16)": torch.bfloat16}
+RESULTS = {
+    "tensor(float16)": torch.float16,
+    "tensor(bfloat16)": torch.bfloat16,
+    "tensor(float)": torch.float32,
+    "tensor(int8)": torch.int8,
+}
 
 
 class Captured:

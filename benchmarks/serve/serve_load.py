@@ -1,14 +1,16 @@
 """Load-test a served pipeline with random arrivals at fractions of its capacity, against two simpler servers.
 
-    python benchmarks/serve/serve_load.py PIPELINE [--seconds 60]
+    python benchmarks/serve/serve_load.py PIPELINE [--seconds 60] [--steps 4 --guidance 1]
 
 The simpler servers run the same pipeline behind the same HTTP: one request at a time, and batches of up to 8 that
-arrive within 50 ms. They are the obvious first implementation: call the pipeline, then encode the files. --beside also
-measures them with files encoded by other threads during the next call. All get the same arrivals, a seeded Poisson
-process that does not wait for answers. The client is httpx because users of locust, k6 and wrk wait for their answer: a
-slow server then gets less load, and its tail latency looks better than it is (coordinated omission).
+arrive within 50 ms. They are the obvious first implementation: call the pipeline, then encode the files
+(benchmarks/serve/plain_server.py). --beside also measures them with files encoded by other threads during the next
+call. All get the same arrivals, a seeded Poisson process that does not wait for answers. The client is httpx because
+users of locust, k6 and wrk wait for their answer: a slow server then gets less load, and its tail latency looks better
+than it is (coordinated omission).
 
-The rates are fractions of the throughput of `sdflow serve` with 16 waiting clients.
+The rates are fractions of the throughput of `sdflow serve` with 16 waiting clients. Memory is that of each server's
+processes, before the load and after it, resident and on the GPU as the driver says.
 """
 
 from __future__ import annotations
@@ -22,21 +24,33 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 PARTS = (0.5, 0.8, 1.2)
-CLIENTS = 16
 QUEUE = 32
-OURS = "sdflow serve"
+OURS, PLAIN = "sdflow serve", "plain"
+PLAIN_FILE = Path(__file__).with_name("plain_server.py")
 BESIDE = ", files beside"
-PLAIN = {"one at a time": (1, 0.0), "batches of 8, 50 ms": (8, 0.05)}
-"""Images of a batch, and seconds that its first one waits for others."""
+POLICIES: dict[str, dict[str, Any]] = {
+    "one at a time": {"most": 1},
+    "batches of 8, 50 ms": {"most": 8, "patience": 0.05},
+}
+"""Fields of requests to the plain server: images of a batch, and seconds that its first one waits for others."""
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    pid: int
+    seconds: float  # until it was ready
 
 
 def main() -> None:
@@ -44,11 +58,15 @@ def main() -> None:
     parser.add_argument("pipeline", type=Path)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each rate")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--guidance", type=float, help="scale; without it, the pipeline's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parts", type=float, nargs="+", default=PARTS, help="of what it can take")
+    parser.add_argument("--clients", type=int, default=16, help="that wait, while the capacity is measured")
     parser.add_argument("--capacity", type=float, help="images/s that it can take, where that was measured before")
-    parser.add_argument("--cache", type=Path, default=Path("cache"), help="that the pipeline was built with")
+    parser.add_argument("--own-capacity", action="store_true", help="measure the capacity of sdflow serve only")
+    parser.add_argument("--cache", type=Path, help="that the pipeline was built with; without it, sdflow's own")
     parser.add_argument("--threads", help="of the server's processor")
+    parser.add_argument("--lanes", help="of sdflow serve")
     parser.add_argument(
         "--beside",
         type=float,
@@ -57,50 +75,82 @@ def main() -> None:
         help="those of the parts at which the plain ones write files beside too",
     )
     parser.add_argument("--out", type=Path, help="the figures, as JSON")
-    parser.add_argument("--plain", choices=PLAIN, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.plain:
-        serve_plainly(given.pipeline, *PLAIN[given.plain], given.steps)
-        return
     body = {"prompt": "a large red circle on a blue background", "steps": given.steps, "seed": 1}
+    if given.guidance is not None:
+        body["guidance_scale"] = given.guidance
     more = ["--threads", given.threads] if given.threads else []
-    with sdflow_server(given.pipeline, given.cache, *more) as own, plain_servers(given) as plain:
-        asyncio.run(compare({OURS: own, **plain}, body, given))
+    more += ["--lanes", given.lanes] if given.lanes else []
+    with ExitStack() as running, ThreadPoolExecutor(2) as pool:
+        own = pool.submit(running.enter_context, sdflow_server(given.pipeline, given.cache, *more))
+        plain = pool.submit(running.enter_context, started([sys.executable, str(PLAIN_FILE), str(given.pipeline)]))
+        servers = {OURS: own.result(), PLAIN: plain.result()}
+        asyncio.run(compare(servers, body, given))
 
 
-async def compare(urls: dict[str, str], body: dict[str, Any], given: Any) -> None:
-    """Print a table of all servers at all rates."""
-    most, found = given.capacity, list[dict[str, Any]]()
-    beside = {f"{name}{BESIDE}": url for name, url in urls.items() if name != OURS} if given.beside else {}
-    for name, url in (urls | beside).items():
-        taken = await capacity(url, asked(name, body), max(given.seconds / 4, 4))
-        most = most or taken
-        found.append({"server": name, "images/s": round(taken, 2)})
-        print(f"{name}: {taken:.2f} images/s for {CLIENTS} clients that wait; {load()}", flush=True)
+async def compare(servers: dict[str, Server], body: dict[str, Any], given: Any) -> None:
+    """Print tables of all servers at all rates, and of their memory."""
+    names = [OURS, *POLICIES]
+    beside = [f"{name}{BESIDE}" for name in POLICIES] if given.beside else []
+    capacities, rows, own = dict[str, float](), list[dict[str, Any]](), dict[float, float]()
+    before = {name: memory(server.pid) for name, server in servers.items()}
+    found = {
+        "pipeline": given.pipeline.name,
+        "fields": body,
+        "clients": given.clients,
+        "ready": {name: server.seconds for name, server in servers.items()},
+        "before": before,
+        "capacities": capacities,
+        "rows": rows,
+    }
+
+    def note() -> None:
+        if given.out:
+            found["after"] = {name: memory(server.pid) for name, server in servers.items()}
+            given.out.write_text(json.dumps(found, indent=1))
+
+    def server_of(name: str) -> str:
+        return servers[OURS if name == OURS else PLAIN].url
+
+    for name, server in servers.items():
+        print(f"{name}: ready in {server.seconds:.1f} s", flush=True)
+    for name in [OURS] if given.own_capacity else [*names, *beside]:
+        taken = await capacity(server_of(name), asked(name, body), max(given.seconds / 4, 4), given.clients)
+        capacities[name] = taken
+        print(f"{name}: {taken:.2f} images/s for {given.clients} clients that wait; {load()}", flush=True)
+        note()
+    most = given.capacity or capacities[OURS]
     print(
         "| rate | server | images/s | p50 s | p95 s | of its p95 | refused | machine |\n|---|---|---|---|---|---|---|---|"
     )
-    own: dict[float, float] = {}
     for part in given.parts:
-        names = urls | beside if part in given.beside else urls
         rate = part * most
-        for name, url in names.items():
+        for name in [*names, *beside] if part in given.beside else names:
             bodies = itertools.repeat(asked(name, body))
-            took, refused, whole = await arrivals(url, bodies, rate, given.seconds, given.seed)
-            tail = quantile(took, 0.95)
-            p95 = own.setdefault(part, tail)
-            figures = f"{len(took) / whole:.2f} | {quantile(took, 0.5):.2f} | {tail:.2f} | {p95 / tail:.2f} | {refused}"
+            took, refused, whole = await arrivals(server_of(name), bodies, rate, given.seconds, given.seed)
+            found_of = {"images/s": len(took) / whole, "p50": quantile(took, 0.5), "p95": quantile(took, 0.95)}
+            p95 = own.setdefault(part, found_of["p95"])
+            cells = [*found_of.values(), p95 / found_of["p95"]]
+            figures = " | ".join([*(f"{each:.2f}" for each in cells), str(refused)])
             print(f"| {part:.0%}, {rate:.2f}/s | {name} | {figures} | {load()} |", flush=True)
-            found.append({"part": part, "rate": rate, "server": name, "refused": refused, "seconds": sorted(took)})
-            if given.out:
-                given.out.write_text(json.dumps(found))
+            if took:
+                rows.append(
+                    {"part": part, "rate": rate, "server": name, **found_of, "refused": refused, "seconds": took}
+                )
+            note()
+    print("| server | resident, MB: before, after | on the GPU, MB: before, after |\n|---|---|---|")
+    for name, server in servers.items():
+        pairs = zip(before[name], memory(server.pid), strict=True)
+        sizes = ("" if was is None or now is None else f"{was:.0f}, {now:.0f}" for was, now in pairs)
+        print(f"| {name} | {' | '.join(sizes)} |", flush=True)
 
 
 def asked(name: str, body: dict[str, Any]) -> dict[str, Any]:
-    return {**body, "beside": True} if name.endswith(BESIDE) else body
+    plain = POLICIES.get(name.removesuffix(BESIDE), {})
+    return {**body, **plain, "beside": True} if name.endswith(BESIDE) else {**body, **plain}
 
 
-async def capacity(url: str, body: dict[str, Any], seconds: float) -> float:
+async def capacity(url: str, body: dict[str, Any], seconds: float, clients: int) -> float:
     """Images a second for clients that ask again as soon as they are answered; a warm-up before."""
     done, begun = 0, 0.0
 
@@ -113,7 +163,7 @@ async def capacity(url: str, body: dict[str, Any], seconds: float) -> float:
     async with httpx.AsyncClient(timeout=None) as asking:
         for wanted in (seconds / 4, seconds):
             done, begun = 0, time.perf_counter()
-            await asyncio.gather(*(client(asking, begun + wanted) for _ in range(CLIENTS)))
+            await asyncio.gather(*(client(asking, begun + wanted) for _ in range(clients)))
     return done / (time.perf_counter() - begun)
 
 
@@ -156,29 +206,32 @@ def load() -> str:
     return f"load {os.getloadavg()[0]:.1f} of {os.cpu_count()}"
 
 
+def memory(pid: int) -> tuple[float, float | None]:
+    """MB of a server's processes: resident, and on the GPU as the driver says; None without one."""
+    server = psutil.Process(pid)
+    own = [server, *server.children(recursive=True)]
+    resident = sum(each.memory_info().rss for each in own) / 2**20
+    question = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(question, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return resident, None
+    used = {pid: float(size) for pid, _, size in (line.partition(", ") for line in lines) if size.strip().isdigit()}
+    return resident, sum(used.get(str(each.pid), 0.0) for each in own) if used else None
+
+
 @contextmanager
-def sdflow_server(pipeline: Path, cache: Path, *more: str) -> Iterator[str]:
+def sdflow_server(pipeline: Path, cache: Path | None, *more: str) -> Iterator[Server]:
     command = [sys.executable, "-m", "sdflow", "serve", str(pipeline), "--port", "0", "--max-queue", str(QUEUE)]
-    with started([*command, "--no-check", "--cache", str(cache), *more]) as url:
-        yield url
+    command += ["--no-check", *(["--cache", str(cache)] if cache else []), *more]
+    with started(command) as server:
+        yield server
 
 
 @contextmanager
-def plain_servers(given: Any) -> Iterator[dict[str, str]]:
-    """Started side by side."""
-
-    def start(name: str) -> str:
-        command = [sys.executable, __file__, str(given.pipeline), "--steps", str(given.steps), "--plain", name]
-        return running.enter_context(started(command))
-
-    with ExitStack() as running, ThreadPoolExecutor(len(PLAIN)) as pool:
-        yield dict(zip(PLAIN, pool.map(start, PLAIN), strict=True))
-
-
-@contextmanager
-def started(command: list[str]) -> Iterator[str]:
+def started(command: list[str]) -> Iterator[Server]:
     """Of a process that says where it serves, and then that it is ready, on standard error."""
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    begun, process = time.perf_counter(), subprocess.Popen(command, stderr=subprocess.PIPE)
     assert process.stderr is not None
     try:
         url = ""
@@ -188,104 +241,18 @@ def started(command: list[str]) -> Iterator[str]:
                 url = said.get("url", url)
                 if said["event"] == "ready":
                     break
-                if said["event"] == "worker lost":
-                    raise SystemExit(said["what"])
+                if said["event"] == "worker_lost":
+                    raise SystemExit(line.decode())
             else:
                 sys.stderr.buffer.write(line)
         else:
             raise SystemExit(f"it ended: {' '.join(command)}")
         sink = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)  # its log goes on
-        yield url
+        yield Server(url, process.pid, time.perf_counter() - begun)
     finally:
         process.terminate()
         process.wait()
     sink.wait()
-
-
-def serve_plainly(folder: Path, most: int, patience: float, steps: int) -> None:
-    """What one writes first: a queue, a batch, a call of the pipeline for all of it."""
-    import uvicorn
-    from fastapi import FastAPI, HTTPException
-
-    from sdflow.manifest import read_manifest
-    from sdflow.runtime.denoiser import denoisers
-    from sdflow.runtime.pipeline import Pipeline
-    from sdflow.serve.http.server import listen
-    from sdflow.serve.log import log_line
-
-    denoisers.KEPT = most  # each number of images keeps its sessions, as in the server that it is compared with
-    pipeline = Pipeline.load(folder, read_manifest(folder).origin.target)
-    queue: asyncio.Queue[tuple[dict[str, Any], asyncio.Future[Any]]] = asyncio.Queue()
-    drawing = ThreadPoolExecutor(1)  # on a GPU each thread makes what the libraries keep for one
-    waiting, writing = 0, set[asyncio.Task[None]]()
-    for count in range(1, most + 1):  # the sizes that may come have their sessions
-        draw(pipeline, [{"prompt": "a", "seed": 0}] * count, 1)
-
-    async def work() -> None:
-        while True:
-            batch, loop = [await queue.get()], asyncio.get_running_loop()
-            end = loop.time() + patience
-            while len(batch) < most:
-                try:
-                    batch.append(await asyncio.wait_for(queue.get(), max(0.0, end - loop.time())))
-                except TimeoutError:
-                    break
-            images = await loop.run_in_executor(drawing, draw, pipeline, [fields for fields, _ in batch], steps)
-            for (fields, answer), image in zip(batch, images, strict=True):
-                if fields.get("beside"):
-                    task = loop.create_task(answered(answer, image))
-                    writing.add(task)
-                    task.add_done_callback(writing.discard)
-                else:
-                    await answered(answer, image)
-
-    async def answered(answer: asyncio.Future[Any], image: Any) -> None:
-        answer.set_result(await asyncio.to_thread(file_of, image))
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        working = asyncio.create_task(work())
-        log_line("ready")
-        yield
-        working.cancel()
-
-    app = FastAPI(lifespan=lifespan)
-
-    @app.post("/v1/images/generations")
-    async def generations(fields: dict[str, Any]) -> dict[str, Any]:
-        nonlocal waiting
-        if waiting >= QUEUE:
-            raise HTTPException(429)
-        waiting += 1
-        try:
-            answer = asyncio.get_running_loop().create_future()
-            await queue.put((fields, answer))
-            return {"data": [{"b64_json": await answer}]}
-        finally:
-            waiting -= 1
-
-    listening = listen("127.0.0.1", 0)
-    log_line("serving", url=f"http://127.0.0.1:{listening.getsockname()[1]}")
-    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
-
-
-def draw(pipeline: Any, wanted: Sequence[dict[str, Any]], steps: int) -> Sequence[Any]:
-    import torch
-
-    seeds = [torch.Generator().manual_seed(each["seed"]) for each in wanted]
-    images: Sequence[Any] = pipeline(
-        [each["prompt"] for each in wanted], generator=seeds, num_inference_steps=steps
-    ).images
-    return images
-
-
-def file_of(image: Any) -> str:
-    import io
-    from base64 import b64encode
-
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return b64encode(file.getvalue()).decode()
 
 
 if __name__ == "__main__":

@@ -57,14 +57,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--loras", type=Path, help="the folder that they are in")
-    parser.add_argument("--cache", type=Path, default=Path("cache"), help="that the pipeline was built with")
+    parser.add_argument("--cache", type=Path, help="that the pipeline was built with; without it, sdflow's own")
     parser.add_argument("--large", help="WIDTHxHEIGHT of an image every five minutes")
-    parser.add_argument("--lanes", help="of the server; without it, as it measures")
+    parser.add_argument("--lanes", help="of the server; without it, one")
     given = parser.parse_args()
     more = ["--loras", str(given.loras)] if given.loras else []
     more += ["--lanes", given.lanes] if given.lanes else []
-    with sdflow_server(given.pipeline, given.cache, *more) as url:
-        asyncio.run(soak(url, given))
+    with sdflow_server(given.pipeline, given.cache, *more) as server:
+        asyncio.run(soak(server.url, given))
 
 
 async def soak(url: str, given: Any) -> None:

@@ -64,12 +64,12 @@ def verify(cache: CacheDir = None, json: AsJson = False) -> None:
         raise CacheError(
             f"{len(result.damaged)} entries are damaged; {len(result.stuck)} of them cannot be moved to quarantine",
             where=str(cache_folder(cache)),
-            remedy="No build uses them. Make the cache writable and verify again; check the disk if this comes back.",
+            remedy="No build uses them. Make the cache writable and verify again; check the disk if this recurs.",
         )
     if result.damaged:
         raise CacheError(
             f"{len(result.damaged)} damaged entries were moved to quarantine",
-            remedy="the next `sdflow run` builds them again; check the disk if this happens more than once",
+            remedy="the next `sdflow run` rebuilds them; check the disk if this recurs",
         )
 
 
@@ -104,7 +104,9 @@ def gc(
         from sdflow.store.remote.catalog import sweep
 
         if older_than is None or max_size is not None:
-            raise UsageError("a remote cache is shrunk by age", where="--remote", remedy="Give --older-than 30d.")
+            raise UsageError(
+                "a remote cache can only be shrunk by age", where="--remote", remedy="Add --older-than 30d."
+            )
         with answering(remote_of(open_cache(cache, url=url))) as remote_cache:
             swept = sweep(remote_cache.share, parse_age(older_than), dry_run=dry_run, meanwhile=stop.check)
         print_swept(swept, remote_cache.spec.shown, dry_run=dry_run, as_json=json)

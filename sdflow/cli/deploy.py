@@ -40,16 +40,16 @@ def deploy(context: typer.Context, name: Name, json: AsJson = False, **said: Any
     from sdflow.serve.http.models import Models, read_aliases
     from sdflow.serve.http.served_model import read_all_served
     from sdflow.serve.http.server import access_of
-    from sdflow.serve.on_ray.spread import read_spread
+    from sdflow.serve.on_ray.spread import read_spread, with_gpus
 
     # Check early, so that mistakes show here instead of in the log.
     access_of(said["host"], said["api_key_file"], (), no_auth=said["no_auth"], admin_key_file=said["admin_key_file"])
-    Models(
-        read_all_served(said["pipeline"], require_verified=said["require_verified"], check=False),  # the server checks
-        read_aliases(said["alias"] or []),
-        said["default"],
-    )
-    read_spread(*(said[each] for each in ("on", "port", "replicas", "gpus", "queue", "take_over")))
+    # The server checks the files.
+    served = read_all_served(said["pipeline"], require_verified=said["require_verified"], check=False)
+    Models(served, read_aliases(said["alias"] or []), said["default"])
+    spread = read_spread(*(said[each] for each in ("on", "port", "replicas", "gpus", "queue", "take_over")))
+    if spread is not None:
+        with_gpus(spread, said["gpus"], [model.manifest for model in served.values()])
     read_sizes(said["batch_sizes"])
     print_deployments(
         [
@@ -102,7 +102,7 @@ def query(
         list[Path] | None,
         typer.Option(help="Reference image that the model edits or combines. Repeatable.", metavar="FILE"),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Pipeline to use, where the server has several.")] = None,
+    model: Annotated[str | None, typer.Option(help="Pipeline to use, if the server has several.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the images.", metavar="DIR")] = Path("images"),
     **given: Any,
 ) -> None:
@@ -142,7 +142,7 @@ def _lora(text: str) -> dict[str, Any]:
         return {"name": name, "scale": float(scale)}
     except ValueError as error:
         raise UsageError(
-            f"{scale!r} is no scale", where=f"--lora {text}", remedy="Write NAME, or NAME:SCALE as ink:0.8."
+            f"{scale!r} is not a scale", where=f"--lora {text}", remedy="Write NAME or NAME:SCALE, such as ink:0.8."
         ) from error
 
 
@@ -169,4 +169,4 @@ def terminate(name: Name) -> None:
     from sdflow.serve.deployments import terminate as end
 
     ended = end(name)
-    put(f"{ended.name}: ended (it was process {ended.pid}, at {ended.url})")
+    put(f"{ended.name}: stopped (process {ended.pid}, at {ended.url})")

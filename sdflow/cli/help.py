@@ -97,7 +97,7 @@ PANELS: Mapping[str, str] = {
     "Scheduling": "batch_sizes lanes",
     "Ray cluster": "replicas gpus queue take_over",
     "Graph": "one_file browser ort file_size schedule schedule_file open_schedule negative text embed",
-    "Hardware": "target on threads low_memory keep device_memory vae_tiles",
+    "Hardware": "target on threads devices low_memory keep device_memory vae_tiles",
     "Cache": "cache rehash engine_cache remote url push pull clear yes older_than max_size dry_run",
     "Signature": "key certificate sigstore identity_token trust_config signature trust",
     "Output": "out overwrite results html report collect sheet preview previews log_prompts traces interactive quiet verbose "

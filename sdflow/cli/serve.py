@@ -74,7 +74,7 @@ def serve(
     default: Annotated[
         str | None,
         typer.Option(
-            help="Pipeline of requests that name none, or an unknown one. Without it, requests that name none get the "
+            help="Pipeline for requests with no model, or an unknown one. Without it, requests with no model use the "
             "first pipeline, and unknown names are errors.",
             metavar="PIPELINE",
         ),
@@ -89,8 +89,8 @@ def serve(
         float | None,
         typer.Option(
             min=0,
-            help="GB of pipelines, by their files' size, that stay loaded; the others are loaded on request, and the ones that "
-            "were used longest ago unloaded. Default: all stay loaded.",
+            help="Memory in GB for loaded pipelines, by file size; others are loaded on request, and the least recently used "
+            "are unloaded. Default: all stay loaded.",
         ),
     ] = None,
     loras: Annotated[
@@ -171,14 +171,9 @@ def serve(
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     lanes: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=64,
-            help="Batches to run in parallel, each on its share of the CPU threads. Default: the fastest in a "
-            "measurement at startup.",
-        ),
-    ] = None,
+        int,
+        typer.Option(min=1, max=64, help="Batches to run in parallel on a CPU, each with its share of the threads."),
+    ] = 1,
     checker: Annotated[
         bool,
         typer.Option(
@@ -207,7 +202,12 @@ def serve(
         typer.Option(help="With --on: number of replicas, or a range to scale in. Default: 1.", metavar="MIN:MAX"),
     ] = None,
     gpus: Annotated[
-        float | None, typer.Option(min=0, help="With --on: GPUs per replica; may be a fraction. Default: 0.")
+        float | None,
+        typer.Option(
+            min=0,
+            help="With --on: GPUs per replica. A fraction also limits its device memory. Default: 1 if a pipeline needs "
+            "one, else 0.",
+        ),
     ] = None,
     queue: Annotated[
         int | None,
@@ -233,7 +233,7 @@ def serve(
     from sdflow.serve.limits import Limits
     from sdflow.serve.loras.lora_structures import LoraFit
     from sdflow.serve.on_ray.server import serve_on_ray
-    from sdflow.serve.on_ray.spread import read_spread
+    from sdflow.serve.on_ray.spread import read_spread, with_gpus
     from sdflow.sources.embedding import embeddings_in
 
     spread = read_spread(on, port, replicas, gpus, queue, take_over)
@@ -254,6 +254,8 @@ def serve(
     )
     served = read_all_served(pipeline, require_verified=require_verified, check=check)
     models = Models(served, read_aliases(alias or []), default)
+    if spread is not None:
+        spread = with_gpus(spread, gpus, [model.manifest for model in served.values()])
     store = cache_folder(cache).absolute()
     folders = {name: model.folder.absolute() for name, model in models.items()}
     settings = Settings(
@@ -299,7 +301,7 @@ def serve(
 
     for name, model in models.items():
         if model.left_aside:
-            words = f"its images are exact: what its workflow says is left aside ({model.left_aside.spelled()})"
+            words = f"served without its workflow's approximations ({model.left_aside.spelled()})"
             settings.log("exact", pipeline=name, what=words)
 
     def started(url: str, port: int) -> None:
@@ -320,7 +322,7 @@ def _open(url: str) -> None:
     from sdflow.cli.quiet import say
 
     if not webbrowser.open(url):
-        say(f"No browser was found. The page is at {url}")
+        say(f"No browser found. The page is at {url}")
 
 
 def read_sizes(text: str | None) -> tuple[int, ...] | None:
@@ -331,8 +333,8 @@ def read_sizes(text: str | None) -> tuple[int, ...] | None:
         return None
     if not all(part.isdigit() and 0 < int(part) <= 64 for part in text.split(",")):
         raise UsageError(
-            f"{text!r} is no list of sizes",
+            f"{text!r} is not a list of sizes",
             where="--batch-sizes",
-            remedy="Write numbers from 1 to 64: --batch-sizes 1,2,4.",
+            remedy="Use numbers from 1 to 64, such as --batch-sizes 1,2,4.",
         )
     return tuple(sorted({1, *map(int, text.split(","))}))

@@ -63,6 +63,14 @@ def _fp8_takes(name: str, shape: Shape, options: Options) -> bool:
     return large and all(side % 16 == 0 for side in shape) and not OF_IMAGE.search(name)
 
 
+def _int8_takes(name: str, shape: Shape, options: Options) -> bool:
+    if prod(shape) < int(options.get("smallest", 0)):
+        return False
+    if options.get("activations", "tensor") == "tensor":
+        return True
+    return shape[1] % 16 == 0 and shape[0] % 8 == 0 and not OF_IMAGE.search(name)
+
+
 def _block_size(shape: Shape, held: int, options: Options) -> int:
     out, into = shape
     bits, block = int(options.get("bits", 4)), int(options.get("block_size", _BLOCK))
@@ -78,7 +86,7 @@ def _blocks_take(name: str, shape: Shape, options: Options) -> bool:
 
 LOW_BITS: Mapping[str, LowBits] = {
     "QuantizeFp8": LowBits(_fp8_takes, lambda shape, held, options: prod(shape) + 4 * shape[0]),
-    "QuantizeInt8": LowBits(lambda *_: True, lambda shape, held, options: prod(shape) + 4 * shape[0]),
+    "QuantizeInt8": LowBits(_int8_takes, lambda shape, held, options: prod(shape) + 4 * shape[0]),
     "QuantizeInt4": LowBits(_blocks_take, _block_size),
 }
 """Pass name -> its arithmetic: one byte per value and a float32 scale per row; or blocks with a scale and zero point

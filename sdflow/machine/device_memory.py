@@ -1,8 +1,9 @@
-"""Memory of this machine's graphics card, from NVML, `nvidia-smi` or PyTorch, whichever is available."""
+"""Memory of this machine's graphics cards, from NVML, `nvidia-smi` or PyTorch, whichever is available."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -32,11 +33,53 @@ class _Memory(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_ulonglong) for name in ("total", "free", "used"))
 
 
+class _Process(ctypes.Structure):
+    """nvmlProcessInfo_v2_t."""
+
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
+
+
+MOST_PROCESSES = 256
+
+
+def process_bytes(device: str) -> int | None:
+    """Return the bytes of a CUDA device that this process uses, according to the driver; None if unknown, as in
+    containers that hide the host's process ids. device: in torch's notation."""
+    import torch
+
+    handle, count, found = ctypes.c_void_p(), ctypes.c_uint(MOST_PROCESSES), (_Process * MOST_PROCESSES)()
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+    try:
+        library = _nvml()
+        known = (
+            library.nvmlInit_v2() == 0
+            and library.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)) == 0
+            and library.nvmlDeviceGetComputeRunningProcesses_v3(handle, ctypes.byref(count), found) == 0
+        )
+    except (OSError, AttributeError):
+        return None
+    own = [int(each.used) for each in found[: count.value if known else 0] if each.pid == os.getpid()]
+    return own[0] if own and own[0] != _UNKNOWN else None
+
+
+_UNKNOWN = (1 << 64) - 1
+"""NVML_VALUE_NOT_AVAILABLE."""
+
+
+def _nvml() -> ctypes.CDLL:
+    return ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+
+
 def _of_nvml() -> Card | None:
     """https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html"""
     handle, memory, name = ctypes.c_void_p(), _Memory(), ctypes.create_string_buffer(96)
     try:
-        library = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+        library = _nvml()
         known = (
             library.nvmlInit_v2() == 0
             and library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle)) == 0

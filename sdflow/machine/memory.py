@@ -30,10 +30,17 @@ def available_bytes(device: str = HOST) -> int:
     if device != HOST:
         import torch
 
-        return int(torch.cuda.mem_get_info()[0])
+        return int(torch.cuda.mem_get_info(device)[0])
     free = int(psutil.virtual_memory().available)
     limit = _left_of_container(CGROUPS)
     return free if limit is None else min(free, limit)
+
+
+def device_bytes(device: str) -> int:
+    """Return the size of a CUDA device's memory."""
+    import torch
+
+    return int(torch.cuda.mem_get_info(device)[1])
 
 
 def _left_of_container(root: Path) -> int | None:

@@ -26,7 +26,7 @@ EXTRAS = {
     "gs": ("gcsfs",),
     "az": ("adlfs",),
     "oci": ("oras",),
-    "ray": ("ray",),
+    "ray": ("protobuf", "ray"),
     "samples": ("sdflow-samples",),
     "bench": ("nvidia-ml-py", "torchao"),
     "export-text": ("onnxruntime-extensions",),

@@ -184,7 +184,9 @@ class Registry:
         """Yield the body in blocks. Raises RegistryError if it is compressed or too slow."""
         encoding = answer.headers.get("Content-Encoding", "identity")
         if encoding.lower() != "identity":
-            raise RegistryError(f"it compresses what was asked for as it is ({encoding:.40})", where=self._where)
+            raise RegistryError(
+                f"it compresses a response that was requested uncompressed ({encoding:.40})", where=self._where
+            )
         begun, came = time.monotonic(), 0
         while block := answer.raw.read1(BLOCK, decode_content=False):
             came += len(block)

@@ -15,7 +15,7 @@ OPERATORS: Mapping[str, str] = MappingProxyType(
                 *("MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv", "DynamicQuantizeLinear"),
                 *("QuantizeLinear", "DequantizeLinear", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "QAttention"),
                 *("QGemm", "QLinearAdd", "QLinearMul", "QLinearConcat", "QLinearSigmoid", "QLinearSoftmax", "QMoE"),
-                *("DynamicQuantizeLSTM", "QEmbedLayerNormalization"),
+                *("DynamicQuantizeLSTM", "QEmbedLayerNormalization", "Int8MatMul"),
             ),
             "int8",
         ),

@@ -88,7 +88,7 @@ class Pass(ABC, Generic[C]):
     takes_loras: the pass merges the workflow's LoRAs; their content and scales are part of the key.
     imports: modules to preload in the worker process, in layers (`sdflow.processes.worker_server`). Only saves time:
         `run` still imports what it needs. For sdflow's and Olive's passes; ignored for scripts.
-    moves_weights: the pass only moves, joins, adds or rounds weights, regardless of their values. It can therefore run
+    moves_weights: the pass only moves, joins, adds, scales or rounds weights, regardless of their values. It can therefore run
         on a graph without weights, and BindWeights replays its operations later (`sdflow.weights.structure`). A pass
         with `takes_loras` must only add LoRAs to parameters; BindWeights replaces it. Not inherited, because a
         subclass may do more: each class declares it.

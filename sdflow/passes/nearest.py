@@ -20,7 +20,7 @@ def whole_factor(edit: GraphEdit, resize: Any) -> int:
         and settings.get("coordinate_transformation_mode", b"half_pixel") == b"asymmetric"
         and settings.get("nearest_mode", b"round_prefer_floor") == b"floor"
     )
-    scales = _value(edit, resize.input[2]) if repeats and len(resize.input) == 3 else None
+    scales = constant_value(edit, resize.input[2]) if repeats and len(resize.input) == 3 else None
     if scales is None or len(scales) != 4:
         return 0
     batch, channels, height, width = (float(scale) for scale in scales)
@@ -49,7 +49,7 @@ def _permutes(node: Any, axes: list[int]) -> bool:
     return bool(node.op_type == "Transpose" and list(node.attribute[0].ints) == axes)
 
 
-def _value(edit: GraphEdit, name: str) -> Any | None:
+def constant_value(edit: GraphEdit, name: str) -> Any | None:
     """Return the values of a constant, looking through casts; None for anything else."""
     from onnx import helper, numpy_helper
 
@@ -57,7 +57,7 @@ def _value(edit: GraphEdit, name: str) -> Any | None:
         return numpy_helper.to_array(edit.weights[name])
     node = edit.producers.get(name)
     if node is not None and node.op_type == "Cast":
-        return _value(edit, node.input[0])
+        return constant_value(edit, node.input[0])
     if node is None or node.op_type != "Constant":
         return None
     return next(

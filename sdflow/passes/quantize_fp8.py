@@ -21,10 +21,10 @@ from pydantic import Field
 
 from sdflow.errors import PassError
 from sdflow.onnx_model.float8 import DOMAIN, FLOAT8_MATMUL, UNIT, WIDEST
-from sdflow.onnx_model.nodes import in_order
 from sdflow.passes.base import PassConfig
 from sdflow.passes.graph_edit import GraphEdit
 from sdflow.passes.quantizing import QuantizeConfig, QuantizingPass
+from sdflow.passes.weighted_products import of_tokens
 
 KIND = "float8_e4m3"
 
@@ -46,7 +46,7 @@ class QuantizeFp8(QuantizingPass[QuantizeFp8Config, Any]):
     Config: ClassVar[type[PassConfig]] = QuantizeFp8Config
 
     def layers(self, edit: GraphEdit, config: QuantizeFp8Config) -> list[Any]:
-        tokens = _of_tokens(edit)
+        tokens = of_tokens(edit)
         found = [node for node in edit.graph.node if _is_layer(edit, node, config.smallest) and node.input[0] in tokens]
         if not found and not any(tensor.data_type in _halves() for tensor in edit.weights.values()):
             raise PassError(
@@ -62,22 +62,6 @@ def _halves() -> tuple[int, ...]:
     import onnx
 
     return onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16
-
-
-def _of_tokens(edit: GraphEdit) -> set[str]:
-    """Return the values that depend on images or text. All others depend only on timesteps and pooled embeddings, and
-    have one row per image."""
-    import onnx
-
-    found = set()
-    for item in edit.graph.input:
-        axes, element = len(item.type.tensor_type.shape.dim), item.type.tensor_type.elem_type
-        if axes > 2 or (axes == 2 and element in (onnx.TensorProto.INT32, onnx.TensorProto.INT64)):
-            found.add(item.name)
-    for node in in_order(edit.graph.node):
-        if node.op_type not in ("Shape", "Size") and not found.isdisjoint(node.input):
-            found.update(node.output)
-    return found
 
 
 def _is_layer(edit: GraphEdit, node: Any, smallest: int) -> bool:

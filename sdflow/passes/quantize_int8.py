@@ -1,4 +1,4 @@
-"""QuantizeInt8: quantize matrix products to int8, for the CPU and DirectML.
+"""QuantizeInt8: quantize matrix products to int8, for the CPU, DirectML and CUDA.
 
     MatMul(x, w) (+ bias)
         MatMulIntegerToFloat(DynamicQuantizeLinear(x), w in int8, its scales, bias)
@@ -15,20 +15,32 @@ With `rotation`, inputs and weights are multiplied by a Hadamard matrix before q
 weights when they are bound, the inputs at run time. This spreads outliers, which would otherwise leave few quantization
 levels for all other values (https://arxiv.org/abs/2404.00456).
 
+With `activations: row`, for CUDA, a 16-bit graph gets sdflow's operator (`sdflow.onnx_model.int8`), whose kernels
+quantize, rotate, scale and add the bias:
+
+    MatMul(x, w (K, N)) (+ bias)
+        Int8MatMul(x, w in int8 (N, K), its scales (N), bias)
+
+Products with one row per image (the time embedding and all modulation by it) stay in 16 bits then.
+
 Convolutions stay float32: int8 makes them 2.5 times slower on a CPU (benchmarks/tried.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from sdflow.errors import PassError
+from sdflow.onnx_model.float8 import DOMAIN
+from sdflow.onnx_model.int8 import INT8_MATMUL, UNIT_IN, UNIT_OUT, WIDEST
 from sdflow.passes.base import PassConfig
 from sdflow.passes.graph_edit import GraphEdit
 from sdflow.passes.quantizing import QuantizeConfig, QuantizingPass
-from sdflow.passes.weighted_products import WeightedProduct, weighted_product
+from sdflow.passes.weighted_products import WeightedProduct, of_tokens, weighted_product
 
 CONTRIB = "com.microsoft"
 
@@ -45,10 +57,16 @@ class QuantizeInt8Config(QuantizeConfig):
         description="size of the Hadamard matrix that rotates inputs and weights before quantization; products whose "
         "inner size is not a multiple of it are not rotated",
     )
+    smallest: int = Field(default=0, ge=0, description="minimum number of values of a quantized weight")
+    activations: Literal["tensor", "row"] = Field(
+        default="tensor",
+        description="tensor: uint8 with one scale per value, in ONNX Runtime's operators (CPU, DirectML); row: int8 with a "
+        "scale per row, in sdflow's kernels (CUDA, float16 or bfloat16)",
+    )
 
 
 class QuantizeInt8(QuantizingPass[QuantizeInt8Config, WeightedProduct]):
-    """Products in int8, with inputs quantized at run time: CPU and DirectML, the last pass of a chain."""
+    """Products in int8, with inputs quantized at run time: CPU, DirectML and CUDA, the last pass of a chain."""
 
     name: ClassVar[str] = "QuantizeInt8"
     version: ClassVar[int] = 2
@@ -58,11 +76,23 @@ class QuantizeInt8(QuantizingPass[QuantizeInt8Config, WeightedProduct]):
     Config: ClassVar[type[PassConfig]] = QuantizeInt8Config
 
     def layers(self, edit: GraphEdit, config: QuantizeInt8Config) -> list[WeightedProduct]:
-        found = [weighted_product(edit, node) for node in edit.graph.node]
-        return [layer for layer in found if layer is not None and _fits(edit, layer)]
+        found = [layer for node in edit.graph.node if (layer := weighted_product(edit, node)) is not None]
+        found = [layer for layer in found if prod(layer.sizes(edit)) >= config.smallest]
+        if config.activations == "row":
+            tokens = of_tokens(edit)
+            return [layer for layer in found if layer.node.input[0] in tokens and _fits_rows(edit, layer)]
+        fitting = [layer for layer in found if _fits(edit, layer)]
+        if not fitting and any(layer.dtype == "bfloat16" for layer in found):
+            raise PassError(
+                "the graph is in bfloat16, which int8 supports with scales per row only",
+                where=self.name,
+                remedy="Set activations: row (CUDA).",
+            )
+        return fitting
 
     def quantize(self, edit: GraphEdit, layers: Sequence[WeightedProduct], config: QuantizeInt8Config) -> None:
-        quantize_int8(edit, layers, reduced=config.reduce_range, rotation=config.rotation or 0)
+        make = quantize_rows if config.activations == "row" else quantize_int8
+        make(edit, layers, reduced=config.reduce_range, rotation=config.rotation or 0)
 
 
 def _fits(edit: GraphEdit, layer: WeightedProduct) -> bool:
@@ -72,6 +102,37 @@ def _fits(edit: GraphEdit, layer: WeightedProduct) -> bool:
     if not layer.bias:
         return True
     return layer.bias in edit.weights and list(edit.weights[layer.bias].dims) == [layer.sizes(edit)[1]]
+
+
+def _fits_rows(edit: GraphEdit, layer: WeightedProduct) -> bool:
+    """Whether Int8MatMul supports the product."""
+    inner, outer = layer.sizes(edit)
+    sizes = inner % UNIT_IN == 0 and inner <= WIDEST and outer % UNIT_OUT == 0
+    bias = not layer.bias or (layer.bias in edit.weights and list(edit.weights[layer.bias].dims) == [outer])
+    return layer.dtype != "float32" and sizes and bias
+
+
+def quantize_rows(edit: GraphEdit, layers: Sequence[WeightedProduct], *, reduced: bool, rotation: int = 0) -> None:
+    """Replace these layers of the graph by Int8MatMul. rotation: size of the Hadamard matrix, 0 for none."""
+    from onnx import helper
+
+    kind = "int8_reduced" if reduced else "int8"
+    changed: list[tuple[Any, Sequence[Any]]] = []
+    for layer in layers:
+        node, weight, result, bias = layer.node, layer.weight, layer.node.output[0], layer.bias
+        inner, outer = layer.sizes(edit)
+        if not layer.transposed:
+            weight = edit.moved(weight, f"{weight}/transposed", lambda values: values.transpose(1, 0))
+        rotates = rotation > 0 and inner % rotation == 0
+        values, scales = edit.quantized(edit.rotated(weight, 1, rotation) if rotates else weight, kind, 0)
+        if not bias:
+            result, bias, add = _with_bias(edit, result, outer, edit.weights[layer.weight].data_type)
+            changed += [] if add is None else [(add, ())]
+        inputs = [node.input[0], values, scales, *([bias] if bias else [])]
+        attributes = {"rotation": rotation} if rotates else {}
+        made = helper.make_node(INT8_MATMUL, inputs, [result], node.name, domain=DOMAIN, **attributes)
+        changed.append((node, [made]))
+    edit.replace_nodes(changed)
 
 
 def quantize_int8(edit: GraphEdit, layers: Sequence[WeightedProduct], *, reduced: bool, rotation: int = 0) -> None:
@@ -107,7 +168,7 @@ def quantize_int8(edit: GraphEdit, layers: Sequence[WeightedProduct], *, reduced
                 after.append(helper.make_node("Add", [cast, bias], [result], f"{node.name}/bias"))
             result, bias = f"{result}/float32", ""
         elif not bias:
-            result, bias, add = _with_bias(edit, result, outer)
+            result, bias, add = _with_bias(edit, result, outer, TensorProto.FLOAT)
             changed += [] if add is None else [(add, ())]
         product = helper.make_node(
             "MatMulIntegerToFloat", [given, values, scale, scales, zero, "", *([bias] if bias else [])], [result],
@@ -148,15 +209,13 @@ def _quantized_input(edit: GraphEdit, source: str, half: bool, rotation: int) ->
     return nodes, names
 
 
-def _with_bias(edit: GraphEdit, result: str, channels: int) -> tuple[str, str, Any]:
-    """Return the output of an Add behind a product, its bias, and the Add; or (result, "", None)."""
-    from onnx import TensorProto
-
+def _with_bias(edit: GraphEdit, result: str, channels: int, element: int) -> tuple[str, str, Any]:
+    """Return the output of an Add behind a product, its bias of this element type, and the Add; or (result, "", None)."""
     add = edit.only_reader(result)
     if add is None or add.op_type != "Add" or add.domain not in ("", "ai.onnx"):
         return result, "", None
     other = next((name for name in add.input if name != result), "")
     tensor = edit.weights.get(other)
-    if tensor is None or list(tensor.dims) != [channels] or tensor.data_type != TensorProto.FLOAT:
+    if tensor is None or list(tensor.dims) != [channels] or tensor.data_type != element:
         return result, "", None
     return add.output[0], other, add

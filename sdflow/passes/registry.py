@@ -21,6 +21,7 @@ from sdflow.passes.user_pass import is_user_pass, load_user_pass
 OWN = {
     "OnnxConversion": "sdflow.passes.onnx_conversion",
     "LoraMerge": "sdflow.passes.lora_merge",
+    "ActivationScaling": "sdflow.passes.activation_scaling",
     "OrtTransformersOptimization": "sdflow.passes.ort_transformers_optimization",
     "ConvBiasFusion": "sdflow.passes.conv_bias_fusion",
     "NhwcResize": "sdflow.passes.nhwc_resize",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sdflow.onnx_model.nodes import in_order
 from sdflow.passes.graph_edit import GraphEdit
 
 
@@ -50,6 +51,22 @@ def weighted_product(edit: GraphEdit, node: Any) -> WeightedProduct | None:
         return None
     transposed = bool("transB" in options and options["transB"].i)
     return WeightedProduct(node, weight.name, dtype, transposed, "".join(node.input[2:]))
+
+
+def of_tokens(edit: GraphEdit) -> set[str]:
+    """Return the values that depend on images or text. All others depend only on timesteps and pooled embeddings, and
+    have one row per image."""
+    import onnx
+
+    found = set()
+    for item in edit.graph.input:
+        axes, element = len(item.type.tensor_type.shape.dim), item.type.tensor_type.elem_type
+        if axes > 2 or (axes == 2 and element in (onnx.TensorProto.INT32, onnx.TensorProto.INT64)):
+            found.add(item.name)
+    for node in in_order(edit.graph.node):
+        if node.op_type not in ("Shape", "Size") and not found.isdisjoint(node.input):
+            found.update(node.output)
+    return found
 
 
 def _dtypes() -> Mapping[int, str]:

@@ -262,7 +262,7 @@ def import_structures(where: str | Path, cache: Cache, trust: Sequence[str] = ()
         raise UsageError(
             "; ".join([f"{what.get(type(error), 'is not an archive of structures, or is damaged')}: {why}", *said]),
             where=where,
-            remedy="Nothing was imported. Copy it again, or write it again: sdflow cache export.",
+            remedy="Nothing was imported. Copy it again, or recreate it with `sdflow cache export`.",
         ) from error
     cache.notes.note_imported([entry.action for entry in entries], about.get("architectures", ()))
     return Imported(where, about, len(entries), copied.new)

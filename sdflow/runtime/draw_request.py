@@ -129,6 +129,13 @@ class GenerateRequest(Settings):
             read=partial(parse_size, where="--device-memory"),
         ),
     ] = None
+    devices: Annotated[
+        int,
+        Parameter(
+            "GPUs: with 2, each computes one half of guidance, at the same time. Both hold the denoiser's weights.",
+            least=1,
+        ),
+    ] = 1
     vae_tiles: Annotated[
         bool | None,
         Parameter(

@@ -28,6 +28,7 @@ from sdflow.runtime.files.words import recorded_embeddings
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.request_check import (
     Wanted,
+    check_devices,
     check_request,
     control_of,
     read_whole,
@@ -107,6 +108,7 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
         target = find_target(request.target, "--target")
     else:
         target = find_target(built.origin.target, str(request.folder / MANIFEST_FILE))
+    check_devices(request, target)
     recorded = recorded_tuning(request.folder, target)
     if recorded.note:
         progress.phase(recorded.note)
@@ -171,6 +173,7 @@ def _load(request: GenerateRequest, target: Target, tuning: Tuning, words: Seque
         "low_memory": request.low_memory,
         "keep": request.keep,
         "device_memory": request.device_memory,
+        "devices": request.devices,
         "vae_tiles": request.vae_tiles,
         "threads": request.threads,
         "tuning": tuning,

@@ -13,6 +13,7 @@ from sdflow.disk.atomic_write import require_makable
 from sdflow.errors import UsageError, os_errors_as
 from sdflow.families.shared.approximation import GUIDANCE_INTERVAL, REUSE, Approximation
 from sdflow.families.shared.sampler_names import known_scheduler, require_installed
+from sdflow.machine.memory import HOST
 from sdflow.manifest import Manifest, read_manifest
 from sdflow.parameter import require_values
 from sdflow.prompts.reading import Reading
@@ -20,11 +21,13 @@ from sdflow.prompts.wildcards import Wildcards
 from sdflow.runtime.denoiser.control import Control, require_controls
 from sdflow.runtime.denoiser.start import require_size, require_start
 from sdflow.runtime.draw_request import PARAMETERS, GenerateRequest
+from sdflow.runtime.drawing.devices import require_devices, require_guidance
 from sdflow.runtime.drawing.kept import require_blur
 from sdflow.runtime.drawing.references import require_references
 from sdflow.runtime.files.control_files import ControlFile, require_distinct
 from sdflow.runtime.files.folder import (
     folder_adapters,
+    folder_defaults,
     folder_family,
     folder_latents,
     folder_task,
@@ -36,6 +39,7 @@ from sdflow.runtime.files.soundness import require_sound
 from sdflow.runtime.files.words import read_words
 from sdflow.runtime.refiner_requirements import require_exact, require_no_mask
 from sdflow.sources.embedding import Embedding
+from sdflow.targets import Target
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -122,6 +126,26 @@ def check_request(request: GenerateRequest) -> None:
         raise UsageError("the folder is not writable", where=str(there), remedy="Choose another folder with --out.")
     with os_errors_as("cannot be created", request.out, "Choose another folder with --out."):
         require_makable(request.out)  # os.access is wrong under /proc
+
+
+def check_devices(request: GenerateRequest, target: Target) -> None:
+    """Raise UsageError unless the request can run on as many devices as it asks for."""
+    if request.devices == 1:
+        return
+    where = PARAMETERS["devices"].option("devices")
+    if target.name == HOST:
+        raise UsageError(
+            "a CPU computes both halves of guidance with all its cores",
+            where=where,
+            remedy="Remove it, or use the target cuda.",
+        )
+    own = folder_defaults(request.folder)[
+        "text" if request.image is None else "image" if request.mask is None else "inpaint"
+    ]
+    for folder in (request.folder, *([] if request.refiner is None else [request.refiner])):
+        require_devices(request.devices, folder, target, low_memory=request.low_memory, where=where)
+    scale = own.guidance_scale if request.guidance_scale is None else request.guidance_scale
+    require_guidance(request.folder, scale, PARAMETERS["guidance_scale"].option("guidance_scale"))
 
 
 def _check_arguments(request: GenerateRequest) -> None:

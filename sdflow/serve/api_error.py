@@ -76,14 +76,14 @@ def of_failure(failed: Failed) -> ApiError:
     """Return the response error for an image that failed."""
     said = f"{failed.what}. {failed.remedy}" if failed.remedy else failed.what
     if failed.kind == "CheckpointError":  # a LoRA's: leave its path out
-        return invalid("loras", f"a LoRA of the request {failed.what}.", code="invalid_lora")
+        return invalid("loras", f"a LoRA of this request {failed.what}.", code="invalid_lora")
     if failed.kind == "UsageError":
         return invalid(PARAMS.get(failed.where or "", failed.where), said)
     if failed.kind == "ReplicaLost":
-        return ApiError(503, f"The image could not be drawn: {said}.", code="replica_lost", retry_after=5)
+        return ApiError(503, f"Generation failed: {said}.", code="replica_lost", retry_after=5)
     if failed.kind in ("MemoryError", "OutOfMemoryError") or any(each in failed.what for each in NO_MEMORY):
-        words = "There is not enough memory for this image: take a smaller size."
+        words = "Not enough memory for this image; request a smaller size."
         return ApiError(503, words, code="out_of_memory", retry_after=5)
     if not hasattr(errors, failed.kind):  # unexpected messages may contain server paths
-        said = "the server's log says why"
-    return ApiError(500, f"The image could not be drawn: {said}.", code=failed.kind)
+        said = "see the server's log"
+    return ApiError(500, f"Generation failed: {said}.", code=failed.kind)

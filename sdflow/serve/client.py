@@ -104,7 +104,7 @@ def query_answers(name: str, prompt: str, **fields: Any) -> list[Answer]:
             found = answer.json()["data"] if answer.is_success else []
     except (httpx.HTTPError, ValueError) as error:
         raise UsageError(
-            f"{url} does not answer: {str(error) or type(error).__name__}",
+            f"no answer from {url}: {str(error) or type(error).__name__}",
             where=name,
             remedy="See its log: sdflow status.",
         ) from error

@@ -79,7 +79,7 @@ def deploy(
 
     def refuse() -> NoReturn:
         raise UsageError(
-            "another command is deploying it right now", where=name, remedy="Wait for it, or take another name."
+            "another command is deploying it", where=name, remedy="Wait until it finishes, or use another name."
         )
 
     folder = _folder(name)
@@ -88,9 +88,9 @@ def deploy(
         found = _read(folder)
         if found is not None and found.running:
             raise UsageError(
-                f"it runs already, at {found.url}",
+                f"already running at {found.url}",
                 where=name,
-                remedy=f"End it first: sdflow terminate {name}. Or take another name.",
+                remedy=f"Stop it first (`sdflow terminate {name}`), or use another name.",
             )
         for file in (FILE, LOG, f"{LOG}.1"):
             (folder / file).unlink(missing_ok=True)
@@ -140,13 +140,13 @@ def find_deployment(name: str) -> Deployment:
     found = _read(_folder(name))
     if found is None:
         known = ", ".join(each.name for each in deployments()) or "none"
-        raise UsageError(f"nothing is deployed under this name; known: {known}", where=name, remedy="sdflow deploy.")
+        raise UsageError(f"no such deployment; known: {known}", where=name, remedy="Start it with `sdflow deploy`.")
     if not found.running:
-        said = "has died" if found.state == "died" else "was ended"
+        said = "died" if found.state == "died" else "has ended"
         raise UsageError(
-            f"its process {found.pid} {said}. The end of its log:\n{_end_of(Path(found.log))}",
+            f"process {found.pid} {said}; the end of its log:\n{_end_of(Path(found.log))}",
             where=name,
-            remedy=f"Deploy it again, or remove it: sdflow terminate {name}.",
+            remedy=f"Deploy it again, or remove it with `sdflow terminate {name}`.",
         )
     return found
 
@@ -174,7 +174,10 @@ def terminate(name: str) -> Deployment:
 
 def _folder(name: str) -> Path:
     if not _NAME.fullmatch(name):
-        raise UsageError(f"{name!r} is no name", remedy="Letters, digits and any of _.-, 64 at most.")
+        raise UsageError(
+            f"{name!r} is not a valid name",
+            remedy="Use at most 64 letters, digits and _.-, starting with a letter or digit.",
+        )
     return user_folder("deployments", VARIABLE) / name
 
 
@@ -198,12 +201,12 @@ def _wait_for(event: str, process: subprocess.Popen[bytes], log: Path, name: str
         if event in events:
             return events[event]
         if "ended" in events:
-            raise UsageError("it was ended before it could draw", where=name, remedy="Deploy it again.")
-        if ended or "worker lost" in events:
+            raise UsageError("it was stopped before it was ready", where=name, remedy="Deploy it again.")
+        if ended or "worker_lost" in events:
             raise UsageError(
-                f"it could not start:\n{_end_of(log)}",
+                f"it failed to start:\n{_end_of(log)}",
                 where=name,
-                remedy="The same command with `serve` shows all of it.",
+                remedy="Run the same command with `serve` to see the whole log.",
             )
         time.sleep(0.1)
     raise UsageError(f"it was not ready after {START_SECONDS:g} s:\n{_end_of(log)}", where=name)
@@ -217,4 +220,4 @@ def _events(log: Path) -> list[dict[str, Any]]:
 def _end_of(log: Path, lines: int = 15) -> str:
     with suppress(OSError):
         return "\n".join(f"  | {line}" for line in log.read_text(errors="replace").splitlines()[-lines:])
-    return "  | (it is gone)"
+    return "  | (no log)"

@@ -141,14 +141,6 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """New measurements of a loaded pipeline."""
-
-    name: str
-    found: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class OfImage:
     """Base class of messages about one image. index: its position within the request."""
 
@@ -219,7 +211,7 @@ class Lost:
     remedy: str | None = None
 
 
-Message = Lost | Ready | Loaded | Measured | OfImage | Turned
+Message = Lost | Ready | Loaded | OfImage | Turned
 
 Order = Job | Cancel | Show | Load | Drop | Forget
 """A message to the worker."""
@@ -236,9 +228,10 @@ class WorkerOptions:
     cache: Path = field(default_factory=default_cache)  # the cache that the pipelines were built with
     lora_memory: int = 4 << 30  # bytes of weights with LoRAs to keep
     loras: bool = False  # whether requests will use LoRAs
-    lanes: int | None = None  # images generated in parallel, each on a share of the threads; None: as measured
+    lanes: int = 1  # batches that run in parallel, each on a share of the threads
     deadline: float = 600.0  # seconds per request
     stall: float | None = None  # seconds without progress before the worker is killed; None: as measured
     embeddings: Path | None = None  # folder of textual inversion files
     memory: int | None = None  # bytes of pipeline files that may be loaded at once; None: no limit
     chunks: int | None = None  # of 75 tokens per prompt; None: no limit
+    gpu_share: float | None = None  # fraction of the GPU's memory that the worker may use; None: all

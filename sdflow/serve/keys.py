@@ -20,10 +20,10 @@ def read_keys(path: Path) -> tuple[str, ...]:
     try:
         lines = read_input(path).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot be read: {error}", where=str(path), remedy="Write a key on each line.") from error
+        raise UsageError(f"cannot be read: {error}", where=str(path), remedy="Write one key per line.") from error
     keys = tuple(line for line in map(str.strip, lines) if line and not line.startswith("#"))
     if not keys:
-        raise UsageError("there is no key in it", where=str(path), remedy="Write one on each line.")
+        raise UsageError("it contains no key", where=str(path), remedy="Write one key per line.")
     return keys
 
 

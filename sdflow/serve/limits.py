@@ -41,22 +41,22 @@ class Limits:
         if height < granularity or width < granularity or height % granularity or width % granularity:
             raise invalid("size", f"width and height must be multiples of {granularity}, not {width}x{height}.")
         if most is not None and height * width > most:
-            words = f"{width}x{height} has {height * width} pixels; this pipeline draws at most {most}"
+            words = f"{width}x{height} has {height * width} pixels; this pipeline generates at most {most}"
             raise invalid("size", f"{words} (max_pixels in /v1/models).")
 
     def require_at_most(self, param: str, value: float | None, most: float, of: str | None = None) -> None:
         """Raise ApiError for a value above `most`. of: the counted unit; None: the value itself."""
         if value is not None and value > most:
-            said, may = (f"is {value}", "be") if of is None else (f"has {value} {of}", "have")
-            raise invalid(param, f"{param} {said}, and may {may} at most {most} here.")
+            said = f"is {value}" if of is None else f"has {value} {of}"
+            raise invalid(param, f"{param} {said}; the maximum is {most}.")
 
     def require_cost(self, images: int, steps: int, pixels: int, chunks: int) -> None:
         """Raise ApiError if the request exceeds the cost limit."""
         self.require_at_most("prompt", chunks, self.chunks, "chunks of 75 tokens (BREAK begins a new one)")
         found = images * steps * pixels * chunks / 1e6
         if self.cost is not None and found > self.cost:
-            words = f"{images} x {steps} steps x {pixels / 1e6:.3g} megapixels x {chunks} sections of its prompt"
-            said = f"the request costs {found:.4g} ({words}), and may cost {self.cost:g} here."
+            words = f"{images} x {steps} steps x {pixels / 1e6:.3g} megapixels x {chunks} prompt sections"
+            said = f"the request costs {found:.4g} ({words}); the maximum is {self.cost:g}."
             raise invalid(None, said, code="too_costly")
 
 
@@ -69,5 +69,5 @@ def read_size(text: str | None) -> tuple[int, int] | None:
         return None
     found = _SIZE.fullmatch(text)
     if found is None:
-        raise invalid("size", f'{text!r} is no size: write "auto", or width and height as "512x768".')
+        raise invalid("size", f'{text!r} is not a size; write "auto", or width and height as "512x768".')
     return int(found[2]), int(found[1])

@@ -19,22 +19,24 @@ class Metrics:
         histogram = partial(Histogram, registry=self.registry)
         self.requests = counter("sdflow_requests", "Requests, by path and status.", ["path", "status"])
         about = ["path", "pipeline", "status"]
-        self.seconds = histogram("sdflow_request_seconds", "Seconds of a request.", about, buckets=SECONDS)
+        self.seconds = histogram("sdflow_request_seconds", "Duration of a request in seconds.", about, buckets=SECONDS)
         self.queued = histogram(
-            "sdflow_queue_seconds", "Seconds that an image waits before it begins.", ["pipeline"], buckets=SECONDS
+            "sdflow_queue_seconds", "Time of an image in the queue in seconds.", ["pipeline"], buckets=SECONDS
         )
-        self.refusals = counter("sdflow_refusals", "Requests that were refused, by reason.", ["reason"])
-        self.images = counter("sdflow_images", "Images drawn.")
-        self.replicas = counter("sdflow_replica_images", "Images drawn, by replica of a cluster.", ["replica"])
-        self.failures = counter("sdflow_image_failures", "Images that failed.", ["kind"])
-        self.stages = histogram("sdflow_stage_seconds", "Seconds of an image, by stage.", ["stage"], buckets=SECONDS)
-        self.batches = histogram("sdflow_batch_images", "Images of a run of the denoiser.", buckets=BATCHES)
-        self.places = counter("sdflow_batch_places", "Places of the batches that were run.")
-        self.waiting = gauge("sdflow_waiting_images", "Images that wait.")
-        self.drawing = gauge("sdflow_drawing_images", "Images that are drawn.")
-        self.memory = gauge("sdflow_worker_resident_bytes", "Memory of the process that draws.")
-        self.ready = gauge("sdflow_ready", "1 while requests are taken.")
-        self.restarts = counter("sdflow_worker_losses", "How often the process that draws ended.")
+        self.refusals = counter("sdflow_refusals", "Rejected requests, by reason.", ["reason"])
+        self.images = counter("sdflow_images", "Generated images.")
+        self.replicas = counter("sdflow_replica_images", "Generated images, by replica of a cluster.", ["replica"])
+        self.failures = counter("sdflow_image_failures", "Failed images.", ["kind"])
+        self.stages = histogram(
+            "sdflow_stage_seconds", "Duration of an image's stages in seconds.", ["stage"], buckets=SECONDS
+        )
+        self.batches = histogram("sdflow_batch_images", "Images per denoiser run.", buckets=BATCHES)
+        self.places = counter("sdflow_batch_places", "Total capacity of the batches that ran.")
+        self.waiting = gauge("sdflow_waiting_images", "Queued images.")
+        self.drawing = gauge("sdflow_drawing_images", "Images in their denoising steps.")
+        self.memory = gauge("sdflow_worker_resident_bytes", "Resident memory of the worker process.")
+        self.ready = gauge("sdflow_ready", "1 while requests are accepted, otherwise 0.")
+        self.restarts = counter("sdflow_worker_losses", "Number of times that the worker process ended.")
 
     def hear(self, message: Message) -> None:
         if isinstance(message, Turned):

@@ -53,7 +53,7 @@ class Cache:
         signer: Signer | None = None,
     ) -> None:
         if root.exists() and not root.is_dir():
-            raise UsageError(f"{root} is a file, not a folder", where="--cache", remedy="name another folder")
+            raise UsageError(f"{root} is a file, not a folder", where="--cache", remedy="Use another folder.")
         self.root, self.salt = root, salt
         self._layout = Layout(root)
         self._rehash, self._cuts, self._signer = rehash, cuts, signer
@@ -95,7 +95,7 @@ class Cache:
         try:
             os.utime(path)  # last use, for `gc`
         except OSError as error:
-            log.debug("last use of %s not noted: %s", path, error)
+            log.debug("the last use of %s was not recorded: %s", path, error)
         return Record(action, artifact, stored.facts, stored.built)
 
     def fetch(self, action: Action, meanwhile: Callable[[], None] = lambda: None) -> Record | None:
@@ -166,7 +166,7 @@ class Cache:
                 raise CorruptArtifactError(
                     f"the artifact is damaged: {error}",
                     where=str(artifact.path),
-                    remedy="Run again: it is built anew. If this comes back, look at the disk and the memory.",
+                    remedy="Run again to rebuild it. If this recurs, check the disk and the memory.",
                 ) from error
 
     def _quarantine(self, digest: str, reason: str, *actions: Path) -> None:

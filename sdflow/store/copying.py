@@ -51,5 +51,5 @@ def answering(remote: Remote | None) -> Iterator[Remote]:
         yield remote
         remote.require_usable()
     except Unusable as error:
-        remedy = "Look at the URL, the network, and the store's own settings for credentials."
+        remedy = "Check the URL, the network, and the store's credentials."
         raise CacheError(str(error), where=remote.spec.shown, remedy=remedy) from error

@@ -25,9 +25,9 @@ def default_cache() -> Path:
     users = user_cache_path("sdflow", appauthor=False)
     if not users.is_absolute():  # containers have users without a passwd entry and HOME
         raise UsageError(
-            "this user has no folder for caches",
+            "this user has no cache folder",
             where=str(users),
-            remedy=f"Name one: --cache FOLDER, or {VARIABLE}=FOLDER.",
+            remedy=f"Set one with --cache FOLDER or {VARIABLE}=FOLDER.",
         )
     return users / "builds"
 

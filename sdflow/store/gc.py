@@ -207,9 +207,9 @@ def clean(layout: Layout) -> None:
         if not layout.foreign() and not layout.own.exists():
             return
         raise CacheError(
-            "this is not a cache of sdflow: its CACHEDIR.TAG is missing or another program's",
+            "not an sdflow cache: its CACHEDIR.TAG is missing or belongs to another program",
             where=str(layout.root),
-            remedy="Nothing was removed. Give the cache folder, or remove this one by hand if it is what you mean.",
+            remedy="Nothing was removed. Pass the cache folder, or delete this folder yourself.",
         )
     layout.ensure()
     with writing(layout.root), held(layout.lock("gc")), held(layout.lock(GUARD)):
@@ -218,7 +218,7 @@ def clean(layout: Layout) -> None:
             raise CacheError(
                 f"the cache is in use by process {', '.join(map(str, users))}",
                 where=str(layout.root),
-                remedy="Nothing was removed. Wait until it ends.",
+                remedy="Nothing was removed. Wait until it finishes.",
             )
         # Actions go first: without them, nothing else counts.
         remove_abandoned_staging(layout)

@@ -88,9 +88,9 @@ class Layout:
         foreign = self.foreign()
         if foreign and not self.is_ours():  # another process may have just created the cache
             raise CacheError(
-                f"this folder holds other things ({', '.join(foreign[:3])}) and no CACHEDIR.TAG of sdflow",
+                f"this folder contains other files ({', '.join(foreign[:3])}) and no CACHEDIR.TAG of sdflow",
                 where=str(self.root),
-                remedy="Give an empty or a new folder as the cache.",
+                remedy="Use an empty or new folder as the cache.",
             )
         ignore = self.root / ".gitignore"
         if not ignore.exists():
@@ -107,15 +107,15 @@ def cache_error(root: Path, error: OSError, *, written: int | None = None) -> Ca
         limit = "the file size limit of this process is reached" if error.errno == errno.EFBIG else "the disk is full"
         what = f"{limit}{so_far}: {free_bytes(root):,} bytes are free ({error.strerror})"
         remedy = (
-            "Nothing was lost and finished steps are kept. Free some space, for example with "
+            "Nothing was lost: finished steps are kept. Free some space, for example with "
             "`sdflow cache gc --max-size`, or put the cache on a larger disk; the next run goes on from here."
         )
     elif error.errno in READ_ONLY:
         what = f"the cache cannot be written ({error.strerror})"
-        remedy = "What it holds can still be used. To build more, make it writable or give another cache folder."
+        remedy = "Its entries can still be used. To build more, make it writable or use another cache folder."
     else:
         what = f"the cache cannot be read or written ({error.strerror or error})"
-        remedy = "Look at the disk and the permissions, or give another cache folder."
+        remedy = "Check the disk and the permissions, or use another cache folder."
     return CacheError(what, where=str(error.filename or root), remedy=remedy)
 
 
@@ -136,7 +136,7 @@ def writing(root: Path, *, written: Callable[[], int] = lambda: 0) -> Iterator[N
 
 
 def reading(root: Path) -> AbstractContextManager[None]:
-    remedy = "Look at the permissions and the disk, or give another cache folder."
+    remedy = "Check the permissions and the disk, or use another cache folder."
     return os_errors_as("the cache cannot be read", root, remedy, CacheError, of_many=True)
 
 
@@ -217,7 +217,7 @@ def put_aside(layout: Layout, paths: list[Path], reason: str) -> bool:
     except OSError as error:
         log.warning("damaged: %s: %s; it cannot be moved to quarantine (%s)", paths[0], reason, error)
         return False
-    log.warning("damaged: %s: %s; moved to %s, it will be built again", paths[0], reason, place)
+    log.warning("damaged: %s: %s; moved to %s; it will be rebuilt", paths[0], reason, place)
     return True
 
 
@@ -228,7 +228,7 @@ def keep_bytes(layout: Layout, name: str, data: bytes, reason: str) -> Path | No
         (place / Path(name).name).write_bytes(data)
         (place / "reason.txt").write_text(f"{reason}\n")
     except OSError as error:
-        log.debug("%s is not kept: %s", name, error)
+        log.debug("%s was not kept: %s", name, error)
         return None
     return place
 

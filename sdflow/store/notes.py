@@ -62,7 +62,7 @@ class Notes:
         try:
             body = load(read_record(path))
         except (OSError, BadRecord) as error:
-            log.debug("nothing is noted of %s: %s", step_id, error)
+            log.debug("no notes on %s: %s", step_id, error)
             return None
         return body if body.get("step") == step_id and all(key in body for key in keys) else None
 
@@ -124,7 +124,7 @@ def note(layout: Layout, write: Callable[[], None], what: str, without: Set[int]
             write()
     except CacheError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno in without:
-            log.info("%s is not noted: %s", what, error.what)
+            log.info("%s was not recorded: %s", what, error.what)
             return False
         raise
     return True

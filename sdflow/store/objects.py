@@ -115,13 +115,13 @@ def find(layout: Layout, stats: StatCache, digest: str, *, anew: bool = False) -
         for entry in entries:
             path, found = directory / FILES / entry.path, there[entry.path]
             if not anew and found.st_size != entry.size:
-                raise BadTree(f"{entry.path} does not have {entry.size} bytes")
+                raise BadTree(f"{entry.path} is not {entry.size} bytes long")
             if anew or stats.recall(path, SHA256, identity(found)) != entry.sha256:
                 now, sha256 = identity(path.stat()), digest_file(path)
                 if identity(path.stat()) == now and stats.recall(path, SHA256, now) != sha256:
                     stats.remember([Known(path, SHA256, now, sha256)])
                 if sha256 != entry.sha256:
-                    raise BadTree(f"{entry.path} does not have the content that was published")
+                    raise BadTree(f"the content of {entry.path} is not what was published")
     return Artifact(digest, directory / FILES, entries)
 
 
@@ -132,7 +132,7 @@ def _being_there(directory: Path) -> Iterator[None]:
         before = directory.stat().st_ino
     except OSError as error:
         if error.errno == errno.ELOOP or directory.is_symlink():
-            raise BadTree("in its place is a link that leads nowhere") from error
+            raise BadTree("it is a dangling symbolic link") from error
         if not isinstance(error, FileNotFoundError | NotADirectoryError):
             raise
         raise AbsentObject(f"no object {directory.name}") from error
@@ -144,7 +144,7 @@ def _being_there(directory: Path) -> Iterator[None]:
         if not directory.exists() or directory.stat().st_ino != before:
             raise AbsentObject(f"object {directory.name} was removed") from error
         if isinstance(error, OSError):
-            raise BadTree(f"{Path(error.filename).name} is missing, or not what it should be") from error
+            raise BadTree(f"{Path(error.filename).name} is missing or invalid") from error
         raise
 
 

@@ -65,7 +65,7 @@ def write_pin(layout: Layout, pin: Pin, described: Path | None) -> None:
                 link.unlink(missing_ok=True)
                 link.hardlink_to(source)
         except OSError as error:  # a file system without hardlinks
-            log.debug("no second name for %s: %s", source, error)
+            log.debug("no hardlink to %s: %s", source, error)
     if _digest(path) != hashlib.sha256(content).hexdigest():
         replace_file(layout, path, content, durable=True)
     for other in layout.pins.glob(f"*-{identity}.json"):  # the same pipeline under its former name
@@ -93,7 +93,7 @@ def _records(layout: Layout, folder: Path) -> Iterator[_Record]:
         except FileNotFoundError:
             continue
         except (BadRecord, OSError) as error:
-            log.warning("%s does not count: %s; assemble the pipeline again to protect what it uses", path, error)
+            log.warning("%s is ignored: %s; assemble the pipeline again to protect its cache entries", path, error)
             continue
         places = [Path(body["folder"])] if body.get("folder") else []
         if body.get("relative"):

@@ -94,9 +94,9 @@ class Staging:
                     self._sealed = seal(self.files, digests)
                 except BadTree as error:
                     raise PassError(
-                        f"the result cannot be kept: {error}",
+                        f"the result cannot be cached: {error}",
                         where=str(self.files),
-                        remedy="A pass must write real files of its own, each with one link, into its output folder.",
+                        remedy="A pass must write regular files, without links, into its output folder.",
                     ) from error
         return self._sealed
 
@@ -108,7 +108,7 @@ class Staging:
         while True:
             try:
                 artifact = find(self._layout, self._stats, digest, anew=True)
-                log.debug("object %s is there already", digest)
+                log.debug("object %s already exists", digest)
                 return artifact
             except AbsentObject:
                 pass

@@ -48,7 +48,7 @@ def read_record(path: Path) -> bytes:
         return read_input(path, LARGEST)
     except OSError as error:
         if error.errno in _NO_RECORD:
-            raise BadRecord(f"it is no record ({error.strerror})") from error
+            raise BadRecord(f"it is not a record ({error.strerror})") from error
         raise
 
 
@@ -61,7 +61,7 @@ def load(data: bytes) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadRecord(f"it cannot be read ({error})") from error
     if not isinstance(body, dict) or actual != claimed:
-        raise BadRecord("it was altered after it was written")
+        raise BadRecord("it was modified after it was written")
     return body
 
 
@@ -70,4 +70,4 @@ def load_action(data: bytes) -> Stored:
     try:
         return Stored(Action(body["action"]), body["object"], body["facts"], body["built"], body["published"])
     except KeyError as error:
-        raise BadRecord(f"it lacks {error}") from error
+        raise BadRecord(f"it has no {error}") from error

@@ -35,7 +35,7 @@ _CURVES = {33: "SECP256R1", 49: "SECP384R1", 67: "SECP521R1"}  # bytes of a comp
 MOST_FILES = 1_000  # of a folder with links, which may form a loop
 _DIGESTS = re.compile(r": Expected 'Digest\(.*?\)', Actual 'Digest\(.*?\)'(?=\"|$)")  # raw bytes in library errors
 _CERTIFICATE = b"BEGIN CERTIFICATE"
-_NEW_KEY = "`sdflow cache key FILE` makes one."
+_NEW_KEY = "`sdflow cache key FILE` creates one."
 
 
 class Untrusted(Exception):
@@ -70,7 +70,7 @@ def make_key(path: Path) -> str:
 
     key = ec.generate_private_key(ec.SECP256R1())
     data = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    with os_errors_as("the key cannot be written", path, "Name a new file."):
+    with os_errors_as("the key cannot be written", path, "Use a new file."):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "wb") as stream:  # noqa: PTH123
             stream.write(data)
@@ -103,20 +103,20 @@ class Signer:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
-        where, remedy = str(self.key), f"Name a PEM file with a private key of the curve P-256; {_NEW_KEY}"
+        where, remedy = str(self.key), f"Pass a PEM file with a P-256 private key; {_NEW_KEY}"
         try:
             with os_errors_as("cannot be read", where, remedy):
                 key = serialization.load_pem_private_key(read_input(self.key.expanduser()), None)
         except (ValueError, TypeError) as error:
-            raise UsageError("holds no private key without a password", where=where, remedy=remedy) from error
+            raise UsageError("contains no unencrypted private key", where=where, remedy=remedy) from error
         if isinstance(key, ed25519.Ed25519PrivateKey):
             raise UsageError(
-                "holds a key of an earlier sdflow (Ed25519), which OpenSSF Model Signing does not have",
+                "contains a key of an earlier sdflow (Ed25519), which OpenSSF Model Signing does not support",
                 where=where,
-                remedy=f"{_NEW_KEY.capitalize()} Those who trust the old one must name the new one too.",
+                remedy=f"{_NEW_KEY.capitalize()} Those who trust the old key must trust the new one too.",
             )
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in map(str.lower, _CURVES.values()):
-            raise UsageError("holds a key of another kind", where=where, remedy=remedy)
+            raise UsageError("contains a key of another type", where=where, remedy=remedy)
         return _spell(key.public_key())
 
     def sign(self, model: Path, ignore: Sequence[Path] = ()) -> bytes:
@@ -166,14 +166,14 @@ def certificates_from_environment(environment: Mapping[str, str] = os.environ) -
 def verify(model: Path, signature: bytes, trust: Sequence[str], trust_config: Path | None = None) -> str:
     """Return the trusted signer that signed a file or folder in its current state. Raises Untrusted with the reason, or
     UsageError if a trusted key or certificate cannot be read."""
-    why = "no key that is trusted has signed it"
+    why = "it is not signed with a trusted key"
     try:
         bundle = parse_json(signature)
         material = bundle["verificationMaterial"]
         by_key = "publicKey" in material
         hint = by_key and (material["publicKey"] or {}).get("hint")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Untrusted(f"its signature is no bundle of Sigstore ({error})") from error
+        raise Untrusted(f"its signature is not a Sigstore bundle ({error})") from error
     for trusted in trust:
         if EARLIER.fullmatch(trusted):
             continue
@@ -207,7 +207,7 @@ def _verifier(trusted: str, pem: bytes | None, trust_config: Path | None) -> Any
     config = Config()
     if pem is None:
         identity, _, issuer = trusted.partition(":")[2].partition(" ")
-        with _failing("signatures of Sigstore cannot be checked"):
+        with _failing("Sigstore signatures cannot be checked"):
             return config.use_sigstore_verifier(identity=identity, oidc_issuer=issuer, trust_config=trust_config)
     with _written(pem) as file:
         if _CERTIFICATE in pem:
@@ -230,15 +230,15 @@ def _pem_of(trusted: str) -> bytes:
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    remedy = "Name a public key, or a PEM file with one or with certificates."
-    what = "is no public key that signs models"
+    remedy = "Pass a public key, or a PEM file with a public key or certificates."
+    what = "is not a public key for signing models"
     with os_errors_as("cannot be read", trusted, remedy):
         try:
             if not POINT.fullmatch(trusted):
                 content = read_input(Path(trusted).expanduser())
                 if _CERTIFICATE not in content:
                     return _pem(serialization.load_pem_public_key(content))
-                what = "holds a certificate that cannot be read"
+                what = "contains an unreadable certificate"
                 x509.load_pem_x509_certificates(content)
                 return content
             point = bytes.fromhex(trusted)

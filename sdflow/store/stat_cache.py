@@ -100,7 +100,7 @@ class StatCache:
                     self.remember([Known(path, what, now, value)])
                 return value
         raise CacheError(
-            "the file changes while it is read", where=str(path), remedy="Wait until it is complete and run again."
+            "the file changed while it was read", where=str(path), remedy="Wait until it is complete and run again."
         )
 
     def recall(self, path: Path, what: str, now: str) -> str | None:
@@ -197,7 +197,7 @@ class StatCache:
                     discard(self._layout, Path(f"{self._layout.stat}-journal"))
                     discard(self._layout, self._layout.stat)
         except (CacheError, OSError) as reason:
-            log.debug("the corrupt stat cache stays: %s", reason)
+            log.debug("the corrupt stat cache was not removed: %s", reason)
             return False
         return True
 

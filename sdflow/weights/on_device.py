@@ -24,6 +24,7 @@ from sdflow.weights.recipe import (
     Reshape,
     Rotated,
     Rounded,
+    Scaled,
     Scales,
     Sum,
     SumAlong,
@@ -194,7 +195,7 @@ def leaves_of(recipe: Recipe, rounding: Rounding = None) -> Iterator[Leaf]:
     elif isinstance(recipe, Sum):
         for part in recipe.parts:
             yield from leaves_of(part)
-    elif isinstance(recipe, SumAlong | Rotated | Quantizing):
+    elif isinstance(recipe, SumAlong | Scaled | Rotated | Quantizing):
         yield from leaves_of(recipe.of)
     elif isinstance(recipe, Transpose | Reshape):
         yield from leaves_of(recipe.of, rounding)
@@ -233,6 +234,8 @@ def _evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device, rounding: Ro
         whole = _evaluate(recipe.of, read, device, None)
         groups = ([whole.select(recipe.axis, entry) for entry in group] for group in recipe.groups)
         values = torch.stack([_added_up(group) for group in groups], recipe.axis)
+    elif isinstance(recipe, Scaled):
+        values = _evaluate(recipe.of, read, device, None).float() * 2.0**recipe.power
     elif isinstance(recipe, Constant):
         own = torch.frombuffer(bytearray(recipe.raw), dtype=getattr(torch, recipe.dtype))
         values = own.to(device).view(recipe.shape)

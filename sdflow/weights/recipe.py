@@ -1,7 +1,7 @@
 """A recipe: how an initializer's values are computed from a checkpoint's tensors.
 
 A recipe is a small tree. Its leaves are parameters, named by their `state_dict` keys, and constants. Inner nodes move
-values (transpose, reshape, join), add them, rotate them, or round them: to float16 or bfloat16, or as the outermost
+values (transpose, reshape, join), add, scale, or rotate them, or round them: to float16 or bfloat16, or as the outermost
 node to few bits with scales per channel or block. Weights undergo nothing else on their way into an optimized graph.
 `sdflow.weights.recipe_json` stores recipes.
 """
@@ -159,6 +159,15 @@ class SumAlong(_Of):
 
 
 @dataclass(frozen=True)
+class Scaled(_Of):
+    """Multiplies float32 values by 2**power, which is exact unless a result overflows or becomes subnormal."""
+
+    power: int
+    of: Recipe
+    dtype = "float32"
+
+
+@dataclass(frozen=True)
 class Rotated(_Of):
     """Multiplies float32 values by a Hadamard matrix along an axis, in groups of `size` (`sdflow.weights.hadamard`)."""
 
@@ -215,7 +224,7 @@ class Blockwise(_Of):
 
 Rounded = Float16 | Bfloat16
 Quantizing = Quantized | Scales | Blockwise
-Recipe = Param | Constant | Transpose | Reshape | Join | Rounded | Sum | SumAlong | Rotated | Quantizing
+Recipe = Param | Constant | Transpose | Reshape | Join | Rounded | Sum | SumAlong | Scaled | Rotated | Quantizing
 
 
 def params(recipe: Recipe) -> Iterator[Param]:
@@ -257,7 +266,8 @@ def evaluate(
     are separate recipes; for a single `read` only.
 
     Rounding is applied first, at the leaves: it acts on single values, so it commutes with moving them, and only half
-    as many bytes are moved. It does not commute with a sum. The result may be a non-contiguous view. 16-bit values at
+    as many bytes are moved. It does not commute with a sum, nor with scaling, which may make a value subnormal. The result
+    may be a non-contiguous view. 16-bit values at
     the type's limits are added to `counts`. Raises ValueError for a parameter of another shape.
     """
     return _evaluate(recipe, _Source(read, blocks, counts, lately or Lately()), None)
@@ -293,10 +303,12 @@ def _evaluate(recipe: Recipe, source: _Source, rounding: Rounded | None) -> Arra
         return contiguous(_evaluate(recipe.of, source, rounding)).reshape(recipe.shape)
     if isinstance(recipe, Join):
         return joined([_evaluate(part, source, rounding) for part in recipe.parts], recipe.axis)
-    if isinstance(recipe, Sum | SumAlong | Rotated):
+    if isinstance(recipe, Sum | SumAlong | Scaled | Rotated):
         exactly = replace(source, counts=None)
         if isinstance(recipe, Rotated):
             total = rotated(_evaluate(recipe.of, exactly, None), recipe.axis, recipe.size)
+        elif isinstance(recipe, Scaled):
+            total = scaled(_evaluate(recipe.of, exactly, None), recipe.power)
         elif isinstance(recipe, Sum):
             total = add_up([_evaluate(part, exactly, None) for part in recipe.parts])
         else:
@@ -332,6 +344,11 @@ def add_up(parts: Sequence[Array]) -> Array:
     for part in parts[1:]:
         total += part
     return total.astype(parts[0].dtype, copy=False)
+
+
+def scaled(values: Array, power: int) -> Array:
+    """Compute `Scaled` for float32 values."""
+    return values * np.float32(2.0**power)
 
 
 def add_along(values: Array, axis: int, groups: Sequence[Sequence[int]]) -> Array:

@@ -27,6 +27,7 @@ from sdflow.weights.recipe import (
     Recipe,
     Reshape,
     Rotated,
+    Scaled,
     Scales,
     Shape,
     Sum,
@@ -53,6 +54,8 @@ def to_json(recipe: Recipe) -> dict[str, Any]:
     if isinstance(recipe, SumAlong):
         groups = [list(group) for group in recipe.groups]
         return {"sum_along": recipe.axis, "groups": groups, "of": to_json(recipe.of)}
+    if isinstance(recipe, Scaled):
+        return {"scaled": recipe.power, "of": to_json(recipe.of)}
     if isinstance(recipe, Rotated):
         return {"rotated": recipe.size, "axis": recipe.axis, "of": to_json(recipe.of)}
     if isinstance(recipe, Quantized | Scales):
@@ -97,6 +100,9 @@ def _parse(value: Mapping[str, Any]) -> Recipe:
         _require(type(axis) is int and 0 <= axis < len(of.shape) and of.dtype == "float32", value)
         _require(bool(groups) and all(group and max(group) < of.shape[axis] for group in groups), value)
         return SumAlong(axis, groups, of)
+    if "scaled" in value:
+        _require(type(value["scaled"]) is int and abs(value["scaled"]) <= 126 and of.dtype == "float32", value)
+        return Scaled(value["scaled"], of)
     if "rotated" in value:
         size, axis = value["rotated"], value["axis"]
         _require(size in SIZES and type(axis) is int and 0 <= axis < len(of.shape) and of.dtype == "float32", value)

@@ -119,6 +119,6 @@ def test_a_request_takes_the_arguments_of_its_pipelines_family_alone(model: Serv
     fields = Generation(prompt="a", **given)
     (job,) = jobs_of(fields, third, Limits(), None, None, None)
     assert job.arguments == {"prompt_3": "ink", "max_sequence_length": 77, "original_size": (512, 768)}
-    with pytest.raises(ApiError, match="knows no prompt_3") as refused:
+    with pytest.raises(ApiError, match="does not support prompt_3") as refused:
         jobs_of(Generation(prompt="a", prompt_3="ink"), model, Limits(), None, None, None)
     assert refused.value.param == "prompt_3"

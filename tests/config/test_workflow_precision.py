@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from sdflow.config import load_workflow
 from sdflow.config.workflow import StepSpec
 from sdflow.errors import Problem, WorkflowError
 from sdflow.passes.registry import catalog
+from sdflow.targets import TARGETS
 
 BASE = """
 model: synthetic:sd15-tiny
@@ -65,3 +67,33 @@ def test_a_chain_that_does_not_convert_cannot_be_in_16_bits(tmp_path: Path) -> N
 def test_another_word_is_refused_for_every_target(tmp_path: Path) -> None:
     (problem,) = problems(tmp_path, "target: cuda\ntargets: {rocm: {submodels: {unet: {precision: half}}}}")
     assert "`precision` must be float32 or float16 or bfloat16, found the text 'half'" in problem.message
+
+
+SCALED, CONVERTED = "ActivationScaling", "OnnxFloatToFloat16"
+
+
+def vaes(name: str | Path, targets: Sequence[str], *overrides: str) -> dict[str, list[list[str]]]:
+    """The passes of both halves of a shipped workflow's VAE, by target."""
+    found = load_workflow(name, catalog=catalog(), targets=targets, overrides=overrides).pipelines
+    return {
+        each.target: [[step.pass_name for step in each.submodels[f"vae_{half}"]] for half in ("encoder", "decoder")]
+        for each in found
+    }
+
+
+@pytest.mark.parametrize("name", ["sdxl_tiny", "sd35_tiny", "flux1_schnell_tiny", "flux2_tiny", "z_image_tiny"])
+def test_a_vae_of_unknown_range_is_scaled_and_float16_for_cuda_only(name: str) -> None:
+    for target, chains in vaes(name, [*TARGETS]).items():
+        for chain in chains:
+            assert (SCALED in chain[1:2], CONVERTED in chain) == ((target == "cuda",) * 2), (target, chain)
+    (mended,) = vaes(name, ["directml"], "vae_encoder.precision=float16", "vae_decoder.precision=float16").values()
+    assert all(chain[-1] == CONVERTED and SCALED not in chain for chain in mended), "weights made for float16"
+    (exact,) = vaes(name, ["cuda"], "vae_encoder.precision=float32", "vae_decoder.precision=float32").values()
+    assert all(CONVERTED not in chain for chain in exact)
+
+
+def test_taesd_in_its_place_is_float16_without(tmp_path: Path) -> None:
+    path = tmp_path / "taesd.yaml"
+    path.write_text("extends: [base/sdxl_tiny.yaml, base/taesd.yaml]\ncomponents: {vae: synthetic:taesd-tiny}\n")
+    for target, chains in vaes(path, [*TARGETS]).items():
+        assert chains == [["OnnxConversion", *([] if target == "cpu" else [CONVERTED])]] * 2, target

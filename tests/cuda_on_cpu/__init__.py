@@ -27,11 +27,12 @@ from sdflow.runtime.kernels import library
 from sdflow.runtime.kernels.parts import FOLDER, SOURCES
 
 CPU = Path(__file__).parent
-PTX = ("overlap.cuh", "float16.cuh", "float8.cuh", "cluster.cuh", "mma.cuh", "hopper.cuh", "bfloat16.cuh")
+PTX = ("overlap.cuh", "float16.cuh", "float8.cuh", "cluster.cuh", "mma.cuh", "int8.cuh", "hopper.cuh", "bfloat16.cuh")
 """What cuda.h has instead."""
 ATTENTION = ("few_keys_attention.h", "few_keys_attention.cu")
 TRANSFORMERS = ("residual_norm.cu", "gated_activation.cu", "rotary_qkv.cu")
-"""What the objects `attention` and `transformers` are made of alone, so that little is compiled for a change."""
+INT8 = ("int8_rows.cu", "int8_product.cu")
+"""What the objects `attention`, `transformers` and `int8` are made of alone, so that little is compiled for a change."""
 SHARED = ("halves.cuh", "sixteen_bits.cuh", "float8_row.cuh")
 """What each of them has, and `kernels` too."""
 EMULATION = ("threads.cpp", "hopper.cpp", "operators.cpp", "cublaslt.cpp")
@@ -64,7 +65,8 @@ def kernel_texts() -> dict[str, str]:
 
 def object_of(source: str) -> str:
     """Which of `compile_objects` has a source of kernels in it."""
-    return "attention" if source in ATTENTION else "transformers" if source in TRANSFORMERS else "kernels"
+    alone = {"attention": ATTENTION, "transformers": TRANSFORMERS, "int8": INT8}
+    return next((name for name, sources in alone.items() if source in sources), "kernels")
 
 
 def compile_kernels(folder: Path, made: str, texts: dict[str, str], optimization: str = "-O1") -> Path:
@@ -89,12 +91,17 @@ def compile_operator(source: Path, folder: Path) -> Path:
 
 
 def compile_objects(folder: Path) -> None:
-    """`kernels`, `attention` and `transformers`, those of the operators, threads.cpp, hopper.cpp, operators.cpp and
+    """`kernels`, `attention`, `transformers` and `int8`, those of the operators, threads.cpp, hopper.cpp, operators.cpp and
     cublaslt.cpp, for `objects_in`."""
     with ThreadPoolExecutor(2) as pool:
         made = [
             pool.submit(compile_kernels, folder, name, kernel_texts(), optimization)
-            for name, optimization in (("kernels", "-O1"), ("transformers", "-O0"), ("attention", "-O0"))
+            for name, optimization in (
+                ("kernels", "-O1"),
+                ("int8", "-O1"),
+                ("transformers", "-O0"),
+                ("attention", "-O0"),
+            )
         ]
         made += [pool.submit(_compile, [*CPP, "-O1", str(CPU / name)], folder / f"{name}.o") for name in EMULATION]
         made += [pool.submit(compile_operator, path, folder) for path in library.OPERATORS]
@@ -140,7 +147,8 @@ def run(
     """What was launched, and the outputs. Raises AssertionError with what the program said when it fails in one of the
     directions, or when the directions give different bits.
     """
-    types = {np.dtype(np.float32): 1, np.dtype(np.uint8): 2, np.dtype(np.float16): 10, np.dtype(ml_dtypes.bfloat16): 16}
+    types = {np.dtype(np.float32): 1, np.dtype(np.uint8): 2, np.dtype(np.int8): 3, np.dtype(np.float16): 10}
+    types[np.dtype(ml_dtypes.bfloat16)] = 16
     tensors = []
     for i, value in enumerate(inputs):
         if value is not None:

@@ -1,5 +1,5 @@
 // What the kernels use of CUDA C++, on the CPU: the language, and in place of overlap.cuh, float16.cuh, float8.cuh, cluster.cuh,
-// mma.cuh, hopper.cuh and bfloat16.cuh, the primitives that are PTX on a GPU. threads.cpp runs a block's threads.
+// mma.cuh, int8.cuh, hopper.cuh and bfloat16.cuh, the primitives that are PTX on a GPU. threads.cpp runs a block's threads.
 #pragma once
 
 #include <cmath>
@@ -56,6 +56,7 @@ static inline unsigned __shfl_xor_sync(unsigned mask, unsigned value, int distan
 float2 of_block(const float2* shared, int rank);
 unsigned launched_shared();
 void write_shared(unsigned to, unsigned value);
+void write_shared(unsigned to, uint4 value);
 uint4 read_shared(unsigned from);
 void copy_async(unsigned to, const uint4* from, bool there);
 void end_group();
@@ -67,9 +68,17 @@ static inline void wait_for_groups() {
 void read_matrices(unsigned (&to)[4], unsigned row);
 void read_transposed(unsigned (&to)[4], unsigned row);
 void add_product(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
+void add_bytes(int (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
+template <bool>
+static inline void add_int8(int (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    add_bytes(sum, a, b0, b1);
+}
 
 static inline int min(int a, int b) { return a < b ? a : b; }
 static inline float __int_as_float(int bits) { return __builtin_bit_cast(float, bits); }
+static inline unsigned __float_as_uint(float value) { return __builtin_bit_cast(unsigned, value); }
+static inline int __float2int_rn(float value) { return value != value ? 0 : (int)nearbyintf(value); }
+static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 // Macros, since C libraries have functions of these names.
 #define rsqrtf(x) (1.0f / sqrtf(x))
 #define __expf(x) expf(x)

@@ -1,5 +1,5 @@
 // The kernels' sources, unchanged, and how each is called with a launch's arguments. KERNELS: a file with them, of attention, of
-// transformers or all others.
+// transformers, of int8 or all others.
 #include "cuda.h"
 #define bias_split_gelu bias_split_gelu_kernel  // the operators have the names in the same program
 #define interleave interleave_kernel
@@ -10,6 +10,7 @@
 #define float8_product float8_product_kernel
 #define float8_product_bfloat16 float8_product_bfloat16_kernel
 #define float8_gated_product float8_gated_product_kernel
+#define int8_product int8_product_kernel
 #include KERNELS
 #undef bias_split_gelu
 #undef interleave
@@ -20,6 +21,7 @@
 #undef float8_product
 #undef float8_product_bfloat16
 #undef float8_gated_product
+#undef int8_product
 #include "threads.h"
 
 #include <utility>
@@ -63,6 +65,17 @@ const Kernel transformer_kernels[] = {
     {"silu_gated_bfloat16", run<silu_gated_bfloat16>, ACTIVATION_THREADS, 80},
     {"rotary_qkv_float16", run<rotary_qkv_float16>, ROTARY_THREADS, 80},
     {"rotary_qkv_bfloat16", run<rotary_qkv_bfloat16>, ROTARY_THREADS, 80},
+    {nullptr, nullptr, 0, 0},
+};
+#elif defined OBJECT_int8
+const Kernel int8_kernels[] = {
+    {"int8_rows_half", run<int8_rows_half>, 2 * 32 * INT8_WARPS, 75},
+    {"int8_rows_bfloat16", run<int8_rows_bfloat16>, 2 * 32 * INT8_WARPS, 80},
+    {"int8_product_wide_half", run<int8_product_wide_half>, 256, 80},
+    {"int8_product_wide_bfloat16", run<int8_product_wide_bfloat16>, 256, 80},
+    {"int8_product_narrow_half", run<int8_product_narrow_half>, 128, 80},
+    {"int8_product_narrow_bfloat16", run<int8_product_narrow_bfloat16>, 128, 80},
+    {"int8_product_turing_half", run<int8_product_turing_half>, 128, 75},
     {nullptr, nullptr, 0, 0},
 };
 #else

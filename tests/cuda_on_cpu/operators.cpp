@@ -44,7 +44,7 @@ struct Tensor {
     std::size_t size = 0;
 
     void allocate() {
-        size = type == FLOAT ? 4 : type == UINT8 ? 1 : 2;
+        size = type == FLOAT ? 4 : type == UINT8 || type == INT8 ? 1 : 2;
         for (int64_t axis : dims) size *= axis;
         memory = static_cast<char*>(std::malloc(size));  // to the byte, for the sanitizer
         std::memset(memory, 0xff, size);
@@ -136,7 +136,7 @@ Api api(uint32_t version) {
 enum { INVALID_VALUE = 1, NOT_FOUND = 500 };
 
 // Bytes that a block may have when it asks: CUDA C++ programming guide, technical specifications per compute capability.
-int most_shared() { return (capability == 80 ? 163 : capability == 90 ? 227 : 99) << 10; }
+int most_shared() { return (capability == 75 ? 64 : capability == 80 ? 163 : capability == 90 ? 227 : 99) << 10; }
 
 std::map<const void*, int> allowed_shared;  // function -> bytes of a launch, where that is more than the 48 KB of all
 
@@ -149,7 +149,7 @@ int device_attribute(int* value, int attribute, int) {
 }
 int module_load(void** module, const void* code) { return *module = const_cast<void*>(code), 0; }
 int module_function(void** function, void*, const char* name) {
-    for (const Kernel* kernel : {kernels, attention_kernels, transformer_kernels})
+    for (const Kernel* kernel : {kernels, attention_kernels, transformer_kernels, int8_kernels})
         for (; kernel->name; ++kernel)
             if (!std::strcmp(kernel->name, name) && kernel->capability <= capability)
                 return *function = const_cast<Kernel*>(kernel), 0;

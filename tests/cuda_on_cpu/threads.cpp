@@ -299,6 +299,8 @@ static char* launched(unsigned address) { return blocks[current_block].launched.
 
 void write_shared(unsigned to, unsigned value) { *reinterpret_cast<unsigned*>(launched(to)) = value; }
 
+void write_shared(unsigned to, uint4 value) { *reinterpret_cast<uint4*>(launched(to)) = value; }
+
 uint4 read_shared(unsigned from) { return *reinterpret_cast<const uint4*>(launched(from)); }
 
 void copy(const Copy& one) { *one.to = one.from ? *one.from : uint4{0, 0, 0, 0}; }
@@ -349,6 +351,20 @@ void add_product(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned 
             const unsigned of_b = brought[column * 4 + k / 2 % 4].words[4 + k / 8];
             const float2 left = unpacked(of_a), right = unpacked(of_b);
             sum[i] += left.x * right.x + left.y * right.y;
+        }
+    }
+}
+
+// As add_product, with four bytes in a word in place of two halves.
+void add_bytes(int (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    const unsigned lane = current_thread % WARP;
+    const Brought* brought = bring(PRODUCT, {.words = {a[0], a[1], a[2], a[3], b0, b1}});
+    for (unsigned i = 0; i < 4; ++i) {
+        const unsigned row = lane / 4, column = lane % 4 * 2 + i % 2;
+        for (unsigned k = 0; k < 32; ++k) {
+            const unsigned of_a = brought[row * 4 + k / 4 % 4].words[i / 2 + k / 16 * 2];
+            const unsigned of_b = brought[column * 4 + k / 4 % 4].words[4 + k / 16];
+            sum[i] += (signed char)(of_a >> k % 4 * 8) * (signed char)(of_b >> k % 4 * 8);
         }
     }
 }

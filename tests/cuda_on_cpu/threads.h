@@ -9,10 +9,10 @@ struct Kernel {
     const char* name;
     void (*run)(void** arguments);
     unsigned most_threads;  // of a block, __launch_bounds__
-    int capability;         // that it takes: 80, 90
+    int capability;         // that it takes: 75, 80, 90
 };
 
-extern const Kernel kernels[], attention_kernels[], transformer_kernels[];  // up to one without a name
+extern const Kernel kernels[], attention_kernels[], transformer_kernels[], int8_kernels[];  // up to one without a name
 
 // The thread that runs: its block's place in the cluster, its own in the block.
 struct Current {

@@ -30,7 +30,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory, started_python: Any) -> Shel
     return shell
 
 
-def test_what_is_fused_for_cuda_is_verified_in_bfloat16(shell: Shell) -> None:
+def test_what_is_fused_for_cuda_is_verified_in_bfloat16_and_the_vae_in_float16(shell: Shell) -> None:
     folder = _verified(shell, "cuda")
     transformer = _graph(folder, "transformer")
     _require_fused(transformer)
@@ -40,6 +40,9 @@ def test_what_is_fused_for_cuda_is_verified_in_bfloat16(shell: Shell) -> None:
     found = report["submodels"]["transformer"]
     assert found["precision"] == "bfloat16"
     assert found["outputs"][0]["yardstick"] < 2**-6, "the class's rounding of timestep and guidance is none of it"
+    assert _types(decoder := _graph(folder, "vae_decoder")) == {"latent_sample": "FLOAT", "sample": "FLOAT16"}
+    assert any("/scaled" in tensor.name for tensor in decoder.initializer)
+    assert [report["submodels"][name]["precision"] for name in ("vae_encoder", "vae_decoder")] == ["float16"] * 2
 
 
 @pytest.mark.slow

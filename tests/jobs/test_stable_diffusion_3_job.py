@@ -66,6 +66,12 @@ def ours(built: Path) -> Pipeline:
     return Pipeline.load(built, "cpu")
 
 
+@pytest.fixture(scope="module")
+def on_two(built: Path) -> Pipeline:
+    """With guidance's halves on two devices, which are both this CPU."""
+    return Pipeline.load(built, "cpu", devices=2)
+
+
 @pytest.mark.parametrize(("height", "width", "length"), [(64, 64, None), (96, 64, None), (48, 80, 77)])
 def test_an_image_from_text_is_diffusers(
     ours: Pipeline, theirs: Any, height: int, width: int, length: int | None
@@ -90,13 +96,16 @@ SKIPPING: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("skipping", SKIPPING, ids=["one block", "the first and the last"])
-def test_skip_layer_guidance_is_diffusers(ours: Pipeline, theirs: Any, skipping: dict[str, Any]) -> None:
+def test_skip_layer_guidance_is_diffusers(
+    ours: Pipeline, on_two: Pipeline, theirs: Any, skipping: dict[str, Any]
+) -> None:
     assert len(theirs.transformer.transformer_blocks) == 3
     prompts = [PROMPT, "an otter"]
     given: dict[str, Any] = {"negative_prompt": ["blurred", "grey"], "height": 48, "width": 64, "output_type": "np"}
     given |= {"guidance_scale": 7.0, "latents": torch.randn((2, 16, 6, 8), generator=generator())}
     expected = theirs(prompts, **given, **skipping).images
-    assert_equal(ours(prompts, **given, **skipping).images, expected)
+    for pipeline in (ours, on_two):
+        assert_equal(pipeline(prompts, **given, **skipping).images, expected)
     assert differ(expected, theirs(prompts, **given, num_inference_steps=skipping["num_inference_steps"]).images)
 
 

@@ -128,7 +128,7 @@ BODIES: dict[str, tuple[Callable[[Handler], None], str]] = {
     "drips": (drip, "too slow|did not come"),
     "dripping headers": (dripping_headers, "no answer within 1 seconds"),
     "an endless header": (endless_header, "line|no answer"),
-    "compressed": (bomb, "compresses what was asked for as it is"),
+    "compressed": (bomb, "compresses a response that was requested uncompressed"),
     "redirected in a circle": (redirect("{path}"), "redirects more than 5 times"),
     "redirected to a file": (redirect("file:///etc/passwd"), "did not come|cannot be reached"),
     "redirected to nowhere": (redirect("http://127.0.0.1:1/x"), "did not come|cannot be reached"),

@@ -50,7 +50,8 @@ def on_ray(cluster: Any, built: Path, *more: str, on: str = "ray") -> Iterator[R
     command = [sys.executable, "-m", "sdflow", "serve", *arguments(built), "--on", on, "--port", str(free_port())]
     environment = {**os.environ, **SETTINGS, "RAY_ADDRESS": cluster.address, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen([*command, *more], stderr=subprocess.PIPE, env=environment)
-    server = RunningServer(process)
+    assert process.stderr is not None
+    server = RunningServer(process, process.stderr)
     thread = threading.Thread(target=server.listen, daemon=True)
     thread.start()
     try:

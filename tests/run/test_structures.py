@@ -310,7 +310,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes, Members], bytes], str]] = {
     "compressed otherwise": (lambda data, members: packed(members, zipfile.ZIP_LZMA), "another way than by deflate"),
     "a list that leads outside": (lambda data, members: _escaping(members), "outside the object"),
     "a newer format": (
-        lambda data, members: packed({**members, LISTED: dump({"format": 3})}), "format 3: a newer sdflow wrote it"
+        lambda data, members: packed({**members, LISTED: dump({"format": 3})}), "format 3, of a newer sdflow"
     ),
     "other passes": (lambda data, members: relisted(members, _of_another_pass), "of version 99; here it is"),
     "what is no structure": (lambda data, members: relisted(members, _bound), "something other than structures"),

@@ -94,6 +94,17 @@ def test_text_to_image_equals_diffusers(built: Built, words: str) -> None:
     assert_equal(built.ours(PROMPT, latents=latents, **settings).images, expected)
 
 
+def test_guidances_halves_on_two_devices_equal_diffusers(built: Built) -> None:
+    """Both devices are this CPU."""
+    if built.architecture != "sdxl-tiny":
+        pytest.skip("one family is enough here: Stable Diffusion's is in test_halves.py")
+    settings = {**SETTINGS, "negative_prompt": "blurry", "height": SIZE, "width": 2 * SIZE}
+    latents = torch.randn(built.ours.latents_shape(1, SIZE, 2 * SIZE), generator=generator())
+    expected = built.theirs(0)(PROMPT, latents=latents, **settings).images
+    two = Pipeline.load(built.folder, "cpu", threads=1, devices=2)
+    assert_equal(two(PROMPT, latents=latents, **settings).images, expected)
+
+
 @pytest.mark.parametrize(
     "words", [pytest.param(each, marks=() if each in FEW_WORDS else pytest.mark.slow) for each in WORDS]
 )

@@ -33,14 +33,14 @@ def png() -> bytes:
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"control": [{"name": "depth"}]}, "control", "tiny has no ControlNet 'depth': only edges"),
-        ({"control": [{"name": "edges"}, {"name": "edges"}]}, "control", "has two images"),
-        ({"control": [{"name": "edges", "start": 0.5, "end": 0.5}]}, "control", "before it begins"),
-        ({"control": [{"name": "edges", "image": "/etc/passwd"}]}, "control", "no base64|cannot be read"),
-        ({"control": [{"name": "edges", "image": "http://127.0.0.1/x.png"}]}, "control", "no base64"),
-        ({"control": [{"name": "edges"}] * 9}, "control", "at most 8"),
-        ({"image_prompts": [{}] * 9}, "image_prompts", "at most 8"),
-        ({"image_prompts": [{"scale": 0.5}, {"scale": 0.6}]}, "image_prompts", "share one scale"),
+        ({"control": [{"name": "depth"}]}, "control", "tiny has no ControlNet 'depth'; available: edges"),
+        ({"control": [{"name": "edges"}, {"name": "edges"}]}, "control", "more than one image"),
+        ({"control": [{"name": "edges", "start": 0.5, "end": 0.5}]}, "control", "greater than start"),
+        ({"control": [{"name": "edges", "image": "/etc/passwd"}]}, "control", "not valid base64|not a readable"),
+        ({"control": [{"name": "edges", "image": "http://127.0.0.1/x.png"}]}, "control", "not valid base64"),
+        ({"control": [{"name": "edges"}] * 9}, "control", "maximum is 8"),
+        ({"image_prompts": [{}] * 9}, "image_prompts", "maximum is 8"),
+        ({"image_prompts": [{"scale": 0.5}, {"scale": 0.6}]}, "image_prompts", "the same scale"),
     ],
 )
 def test_what_means_nothing_is_told(tiny_pipeline: Path, fields: dict[str, Any], param: str, says: str) -> None:
@@ -57,9 +57,9 @@ def test_a_pipeline_without_them_says_so_and_the_size_is_that_of_what_it_follows
     told = model.to_json()["sdflow"]
     assert (told["control"], told["image_prompts"], told["references"]) == ([], 0, 0)
     for given, says in (
-        ({"control": [{"name": "edges", "image": image}]}, "it was built without any"),
+        ({"control": [{"name": "edges", "image": image}]}, "available: none"),
         ({"image_prompts": [{"image": image}]}, "has no IP-Adapter"),
-        ({"references": [image]}, "takes no reference images"),
+        ({"references": [image]}, "does not support reference images"),
     ):
         with pytest.raises(ApiError, match=says):
             read_conditioning_images(Generation(prompt="a", **given), model, Limits())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -146,10 +147,12 @@ def test_who_does_not_read_its_answer_is_cut_off() -> None:
     asyncio.run(tried())
 
 
-def test_a_connection_too_many_is_told_so_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one is taken as soon as there is a place."""
+def test_a_connection_too_many_is_told_so_and_closed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The next one is taken as soon as there is a place. The answer and the log have the same request id."""
     monkeypatch.setattr("sdflow.serve.http.connection.HEAD_SECONDS", PATIENCE)
-    most = 4
+    most, ids = 4, list[str]()
 
     async def tried() -> None:
         with application() as app:
@@ -162,7 +165,10 @@ def test_a_connection_too_many_is_told_so_and_closed(monkeypatch: pytest.MonkeyP
                     answer = await asyncio.wait_for(reader.read(), PATIENCE)
                     head, _, body = answer.partition(b"\r\n\r\n")
                     assert b" 503 " in head and b"Retry-After: " in head
-                    assert "limit of connections" in json.loads(body)["error"]["message"]
+                    assert json.loads(body)["error"]["message"] == "Too many open connections."
+                    found = re.search(rb"\r\nX-Request-ID: (\w{32})", head)
+                    assert found is not None
+                    ids.append(found[1].decode())
                     writer.close()
                 held[0][1].close()
                 await until(lambda: len(server.server_state.connections) < most)
@@ -173,6 +179,8 @@ def test_a_connection_too_many_is_told_so_and_closed(monkeypatch: pytest.MonkeyP
                     each.close()
 
     asyncio.run(tried())
+    logged = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    assert [line["id"] for line in logged if line["event"] == "connection_refused"] == ids
 
 
 def test_all_bodies_together_stay_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:

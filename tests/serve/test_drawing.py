@@ -10,7 +10,7 @@ import pytest
 
 from sdflow.serve.api_error import ApiError, of_failure
 from sdflow.serve.http.drawing import Drawing
-from sdflow.serve.jobs import Begun, Cancel, Drawn, Drop, Failed, Job, Load, Loaded, Lost, Measured, Message, Ready
+from sdflow.serve.jobs import Begun, Cancel, Drawn, Drop, Failed, Job, Load, Loaded, Lost, Message, Ready
 from sdflow.serve.limits import Limits
 from sdflow.serve.metrics import Metrics
 
@@ -64,7 +64,7 @@ def test_who_reads_slowly_is_not_ended_by_the_deadline_where_it_stands() -> None
 
 
 def test_a_worker_that_ends_is_told_and_nothing_is_taken_until_another_is_there() -> None:
-    error, _, drawing = asked(Limits(), DRAWN, Begun("one", 1), Lost("WorkerEnded", "it ended with signal 9"))
+    error, _, drawing = asked(Limits(), DRAWN, Begun("one", 1), Lost("WorkerEnded", "killed by signal 9"))
     assert (error.status, error.code) == (503, "worker_lost")
     assert "signal 9" in error.message
     with pytest.raises(ApiError) as refused:
@@ -98,23 +98,20 @@ def test_only_its_own_order_answers_a_load_and_what_was_removed_does_not_come_ba
         assert error is None or isinstance(error, ApiError)
         return error
 
-    drawing.hear(Measured("tiny", {"lanes": 2}))
-    assert drawing.found == {"tiny": {"lanes": 2}}
-    removed = asyncio.run(load(Measured("tiny", {"lanes": 3})))
+    removed = asyncio.run(load())
     assert removed is not None and removed.status == 409 and sent[-1] == Drop("tiny")
     late = Loaded("tiny", Path("tiny"), {"lanes": 4}, number=1)
     drawing.hear(late)
-    drawing.hear(Measured("tiny", {"lanes": 5}))
     assert drawing.found == {}
     assert asyncio.run(load(late, Loaded("tiny", Path("tiny"), {"lanes": 6}, number=2))) is None
     assert drawing.found == {"tiny": {"lanes": 6}}
-    lost = asyncio.run(load(Lost("WorkerEnded", "it ended with signal 9")))
+    lost = asyncio.run(load(Lost("WorkerEnded", "killed by signal 9")))
     assert lost is not None and (lost.status, lost.code) == (503, "worker_lost")
 
 
 def test_what_waited_when_a_worker_ended_is_drawn_by_the_next_and_given_up_with_that() -> None:
     """Only what is not finished; the next one may end for the same reason, and not one after the other."""
-    lost, ready = Lost("WorkerEnded", "it ended with signal 9"), Ready({"tiny": {}})
+    lost, ready = Lost("WorkerEnded", "killed by signal 9"), Ready({"tiny": {}})
     sent: list[Any] = []
     drawing = Drawing(Limits(), Metrics(), sent.append)
     drawing.hear(ready)
@@ -147,8 +144,8 @@ def test_what_waited_when_a_worker_ended_is_drawn_by_the_next_and_given_up_with_
             "the server's log",
         ),
         ("VerificationError", "the folder is damaged", 500, "the folder is damaged"),
-        ("RuntimeException", "Failed to allocate memory for requested buffer of size 9", 503, "take a smaller size"),
-        ("RuntimeException", "std::bad_alloc", 503, "take a smaller size"),
+        ("RuntimeException", "Failed to allocate memory for requested buffer of size 9", 503, "request a smaller size"),
+        ("RuntimeException", "std::bad_alloc", 503, "request a smaller size"),
         ("UsageError", "no step is left", 400, "no step is left"),
     ],
 )

@@ -91,7 +91,7 @@ def test_a_crash_is_answered_and_the_worker_comes_back(own: RunningServer) -> No
         (held,) = (each for each in server.children() if each not in known)
         held.suspend()
         assert "event: error" in list(lines)
-    own.wait_for(lambda line: line["event"] == "worker lost", begun)
+    own.wait_for(lambda line: line["event"] == "worker_lost", begun)
     unready = post(own)
     assert (unready.status_code, unready.json()["error"]["code"]) == (503, "not_ready")
     assert int(unready.headers["retry-after"]) > 0
@@ -131,9 +131,9 @@ def test_what_takes_too_long_is_given_up(tiny_pipeline: Path) -> None:
     ("options", "says"),
     [
         ({"host": "0.0.0.0"}, "everyone who reaches this machine could generate images"),
-        ({"require_verified": True}, "it was not verified when it was built"),
-        ({"pipeline": 2}, "another pipeline is named tiny too"),
-        ({"batch_sizes": "1,x"}, "is no list of sizes"),
+        ({"require_verified": True}, "it was not verified when built"),
+        ({"pipeline": 2}, "another pipeline has the name tiny"),
+        ({"batch_sizes": "1,x"}, "is not a list of sizes"),
     ],
 )
 def test_what_cannot_be_served_is_told_at_once(tiny_pipeline: Path, options: dict[str, Any], says: str) -> None:
@@ -145,7 +145,7 @@ def test_what_cannot_be_served_is_told_at_once(tiny_pipeline: Path, options: dic
 def test_a_file_without_a_key_is_told_at_once(tiny_pipeline: Path, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("\n")
-    with pytest.raises(UsageError, match="there is no key in it"):
+    with pytest.raises(UsageError, match="it contains no key"):
         serve([tiny_pipeline], port=0, api_key_file=key)
 
 
@@ -157,7 +157,7 @@ def test_what_is_no_pipeline_is_told_at_once(tmp_path: Path) -> None:
 def test_a_port_in_use_is_told(tiny_pipeline: Path) -> None:
     with listen("127.0.0.1", 0) as used:
         port = used.getsockname()[1]
-        with pytest.raises(UsageError, match=f"cannot listen at 127.0.0.1 port {port}"):
+        with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1 port {port}"):
             serve([tiny_pipeline], port=port)
 
 

@@ -151,7 +151,7 @@ def test_a_request_that_is_too_large_is_refused(path: str) -> None:
         answer = ask(Access(), path, "POST", content=content, headers=headers)
         assert answer.status_code == 413
         if "sdapi" in path:
-            assert answer.json()["errors"] == "the request has more than 1000 bytes."
+            assert answer.json()["errors"] == "The request is larger than 1000 bytes."
         else:
             assert answer.json()["error"]["code"] == "body_too_large"
 

@@ -6,7 +6,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -28,7 +27,6 @@ from sdflow.serve.jobs import (
     Load,
     Loaded,
     LoraFile,
-    Measured,
     Message,
     Turned,
     WorkerOptions,
@@ -128,18 +126,9 @@ def test_each_lane_has_sessions_of_its_own_with_its_part_of_the_threads(loaded: 
         assert first[name].session.get_session_options().intra_op_num_threads == 1
 
 
-def test_one_core_has_one_lane_and_the_sizes_of_its_batches_are_measured(tiny_pipeline: Path) -> None:
+def test_there_is_one_lane_by_default_and_the_sizes_of_its_batches_are_measured(tiny_pipeline: Path) -> None:
     (lane,) = load_lanes(WorkerOptions({"tiny": tiny_pipeline}, threads=1))
     assert 1 in lane.seconds["tiny"] and all(taken > 0 for taken in lane.seconds["tiny"].values())
-
-
-def test_two_cores_have_one_lane_or_two_as_is_measured(tiny_pipeline: Path) -> None:
-    lanes = load_lanes(WorkerOptions({"tiny": tiny_pipeline}, batch_sizes=(1,), threads=2))
-    of_each = {len(lanes): 2 // len(lanes)}
-    assert of_each in ({1: 2}, {2: 1})
-    for lane in lanes:
-        options = lane.pipelines["tiny"].base.submodels["vae_decoder"].session.get_session_options()
-        assert options.intra_op_num_threads == of_each[len(lanes)]
 
 
 def test_values_that_several_lanes_want_are_computed_once_and_failures_are_tried_again() -> None:
@@ -171,34 +160,6 @@ def test_values_that_several_lanes_want_are_computed_once_and_failures_are_tried
     with pytest.raises(ValueError, match="no"):
         values.get(loras, fail)
     assert values.get(loras, lambda: Values(unet={"a": {}})) == {"unet": {"a": {}}}
-
-
-def test_other_lanes_take_the_place_of_those_that_are_there(loaded: list[LoadedLane], tiny_pipeline: Path) -> None:
-    """As after a measurement in a quieter moment: what one has begun it finishes, and the others draw what comes then."""
-    told: list[Message] = []
-    options = WorkerOptions({"tiny": tiny_pipeline}, batch_sizes=(1,), threads=2, lanes=1)
-    stock = Stock(options, loaded[:1], told.append)
-    thread = threading.Thread(target=stock.lanes.run, daemon=True)
-    thread.start()
-    stock.lanes.submit(job(0, steps=40, size=128))
-    until(lambda: any(isinstance(each, Begun) for each in told))
-    (first,) = stock.lanes.engines
-    stock.lanes.replace(partial(stock._adopt, load_lanes(replace(options, lanes=2))))
-    for number in (1, 2):
-        stock.lanes.submit(job(number, steps=4))
-    until(lambda: sum(isinstance(each, Drawn) for each in told) == 3)
-    assert [each for each in told if isinstance(each, Failed)] == []
-    until(lambda: first not in stock.lanes.engines)
-    assert len(stock.lanes.engines) == 2 and stock.about("tiny")["lanes"] == 2
-    assert not first.busy and first.jobs == ()
-    stock._options = replace(options, lanes=1)
-    until(lambda: not stock.lanes.waiting.busy)
-    assert stock._measure_lanes(), "one is better, as the option says now"
-    assert [(each.name, each.found["lanes"]) for each in told if isinstance(each, Measured)] == [("tiny", 1)]
-    until(lambda: len(stock.lanes.engines) == 1)
-    stock.lanes.end()
-    thread.join(PATIENCE)
-    assert not thread.is_alive()
 
 
 def test_the_newest_order_for_a_pipeline_counts(loaded: list[LoadedLane], tiny_pipeline: Path) -> None:

@@ -251,7 +251,7 @@ def test_a_file_that_became_another_is_not_taken_for_what_was_asked_for(built: P
     pipelines = LoraPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
     asked = Loras(tmp_path).find([("mine", 1.0)])
     shutil.copyfile(SAMPLES / "stripes.safetensors", path)
-    with pytest.raises(CheckpointError, match="exchanged for another"):
+    with pytest.raises(CheckpointError, match="changed while it was being read"):
         pipelines.read(asked)
     path.unlink()
     with pytest.raises(CheckpointError):
@@ -313,7 +313,7 @@ def test_where_sessions_for_loras_cannot_draw_each_lora_gets_files(
     job = Job("a", 0, "shapes", "a circle", 1, loras=of_samples(("outline", 1.0)))
 
     def warm(pipeline: ServedPipeline) -> None:
-        raise VerificationError("cannot draw: out of memory", where="shapes")
+        raise VerificationError("cannot generate: out of memory", where="shapes")
 
     pipelines.prepare(job, [1], warm)
     found = pipelines.find(job)
@@ -482,8 +482,8 @@ def test_of_two_that_are_sent_under_one_name_one_is_taken(monkeypatch: pytest.Mo
         ("../evil", None, "a name has letters"),
         ("/etc/passwd", None, "a name has letters"),
         (".hidden", None, "a name has letters"),
-        ("ink", b"no LoRA at all", "this is no LoRA"),
-        ("ink", b"\xff" * 64, "this is no LoRA"),
+        ("ink", b"no LoRA at all", "not a LoRA"),
+        ("ink", b"\xff" * 64, "not a LoRA"),
     ],
 )
 def test_what_cannot_be_sent(name: str, content: bytes | None, says: str) -> None:

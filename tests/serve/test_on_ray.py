@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sdflow.errors import UsageError
+from sdflow.manifest import Manifest, Origin
 from sdflow.serve.http.loras import Loras
 from sdflow.serve.http.models import Models
 from sdflow.serve.http.settings import Settings
@@ -15,7 +16,7 @@ from sdflow.serve.jobs import WorkerOptions
 from sdflow.serve.keys import Access
 from sdflow.serve.limits import Limits
 from sdflow.serve.on_ray.server import serve_on_ray
-from sdflow.serve.on_ray.spread import Spread, read_replicas, read_spread
+from sdflow.serve.on_ray.spread import Spread, read_replicas, read_spread, with_gpus
 
 
 @pytest.mark.parametrize(("text", "read"), [("2", (2, 2)), ("1:4", (1, 4)), ("3:3", (3, 3))])
@@ -52,6 +53,15 @@ def test_options_that_do_not_fit_together_are_refused(options: tuple[Any, ...], 
     with pytest.raises(UsageError) as raised:
         read_spread(*options)
     assert told in str(raised.value)
+
+
+def test_a_replica_gets_a_gpu_if_a_pipeline_needs_one() -> None:
+    on_cpu, on_gpu = (Manifest(Origin(target, target), {}, ()) for target in ("cpu", "cuda"))
+    assert with_gpus(Spread("auto"), None, [on_cpu]).gpus == 0
+    assert with_gpus(Spread("auto"), None, [on_cpu, on_gpu]).gpus == 1
+    assert with_gpus(Spread("auto"), 0.5, [on_gpu]).gpus == 0.5
+    with pytest.raises(UsageError, match="without a GPU cannot run a pipeline for the target cuda"):
+        with_gpus(Spread("auto"), 0.0, [on_gpu])
 
 
 def test_options_of_a_cluster_are_read() -> None:

@@ -68,7 +68,7 @@ def test_the_models_are_listed_with_their_verdict(client: openai.OpenAI) -> None
     told: Any = model.model_extra
     assert (told["sdflow"]["verdict"], told["sdflow"]["size"]) == ("not verified", "128x128")
     assert client.models.retrieve("tiny").id == "tiny"
-    with pytest.raises(openai.NotFoundError, match="no pipeline is named 'dall-e-3' here, only tiny"):
+    with pytest.raises(openai.NotFoundError, match="no pipeline named 'dall-e-3'; available: tiny"):
         client.models.retrieve("dall-e-3")
 
 
@@ -185,24 +185,24 @@ def test_only_what_is_transparent_in_the_mask_is_drawn(client: openai.OpenAI, pi
 @pytest.mark.parametrize(
     ("fields", "status", "param", "says"),
     [
-        ({"n": 5}, 400, "n", "n is 5, and may be at most 4 here"),
+        ({"n": 5}, 400, "n", "n is 5; the maximum is 4"),
         ({"n": 0}, 400, "n", "greater than or equal to 1"),
         ({"size": "70x64"}, 400, "size", "multiples of 64, not 70x64"),
-        ({"size": "large"}, 400, "size", "'large' is no size"),
+        ({"size": "large"}, 400, "size", "'large' is not a size"),
         ({"size": "64x0"}, 400, "size", "multiples of 64"),
         ({"size": "65536x65536"}, 400, "size", "65536x65536 has 4294967296 pixels"),
-        ({"steps": 1000}, 400, "steps", "at most 150"),
+        ({"steps": 1000}, 400, "steps", "maximum is 150"),
         ({"seed": -1}, 400, "seed", "greater than or equal to 0"),
         ({"scheduler": "eulr"}, 400, "scheduler", "'euler'"),
-        ({"model": "dall-e-3"}, 404, "model", "only tiny"),
+        ({"model": "dall-e-3"}, 404, "model", "available: tiny"),
         ({"prompt": "a" * 4001}, 400, "prompt", "has 4001 characters"),
         ({"prompt": None}, 400, "prompt", "valid string"),
-        ({"pormpt": "a"}, 400, "pormpt", "no such field is known"),
-        ({"reuse": {"every": 2}}, 400, "reuse", "draws exact images"),
-        ({"image": "/etc/passwd"}, 400, "image", "no such field is known"),
+        ({"pormpt": "a"}, 400, "pormpt", "unknown field"),
+        ({"reuse": {"every": 2}}, 400, "reuse", "not available on a server"),
+        ({"image": "/etc/passwd"}, 400, "image", "unknown field"),
         ({"guidance_scale": "high"}, 400, "guidance_scale", "valid number"),
         ({"clip_skip": 20}, 400, "clip_skip", "cannot be skipped"),
-        ({"prompt_2": "b"}, 400, "prompt_2", "knows no prompt_2"),
+        ({"prompt_2": "b"}, 400, "prompt_2", "does not support prompt_2"),
         ({"background": "transparent"}, 400, "background", "'auto' or 'opaque'"),
     ],
 )
@@ -284,9 +284,9 @@ def test_an_error_on_the_way_ends_a_stream(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"no image", "cannot be read as an image"),
-        (png("RGB")[:200], "cannot be read as an image"),
-        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "cannot be read as an image"),
+        (b"no image", "not a readable image"),
+        (png("RGB")[:200], "not a readable image"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "not a readable image"),
     ],
 )
 def test_what_is_no_image_is_refused(client: openai.OpenAI, content: bytes, says: str) -> None:

@@ -149,7 +149,7 @@ def test_the_page_names_nothing_by_an_absolute_path() -> None:
 
 
 def test_an_alias_is_no_name_of_a_pipeline(tiny_pipeline: Path) -> None:
-    with pytest.raises(UsageError, match="a pipeline is named 'tiny' itself"):
+    with pytest.raises(UsageError, match="a pipeline has the name 'tiny'"):
         Models({"tiny": read_served(tiny_pipeline, check=False)}, {"tiny": "tiny"})
 
 
@@ -239,7 +239,7 @@ def test_what_a_request_may_cost_is_bounded(operated: Operated) -> None:
     for fields, param, says in (
         ({"prompt": long, "prompt_syntax": "a1111"}, "prompt", "has 8 chunks of 75 tokens"),
         ({"prompt": "word, " * 400, "prompt_syntax": "a1111"}, "prompt", "chunks of 75 tokens; at most 4 are allowed"),
-        ({"size": "512x512", "steps": 100, "n": 4}, None, "and may cost 40 here"),
+        ({"size": "512x512", "steps": 100, "n": 4}, None, "the maximum is 40"),
     ):
         refused = operated.draw(**fields)
         error = refused.json()["error"]

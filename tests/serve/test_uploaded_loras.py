@@ -46,7 +46,7 @@ def raising(error: Exception) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("content", "fit", "raised"),
     [
-        (io.BytesIO(b"no LoRA at all"), None, "this is no LoRA"),
+        (io.BytesIO(b"no LoRA at all"), None, "not a LoRA"),
         (io.BytesIO(STRIPES), CheckpointError("it fits nothing"), "it fits nothing"),
         (io.BytesIO(STRIPES), PassError("nobody foresaw it"), "nobody foresaw it"),
         (io.BytesIO(STRIPES), RuntimeError("nor this"), "nor this"),
@@ -94,7 +94,7 @@ def test_number_and_size_of_all_that_were_sent_are_bounded(tmp_path: Path) -> No
             assert (await sent(client, name)).status_code == 201
         refused = await sent(client, "c")
         assert (refused.status_code, refused.json()["error"]["code"]) == (507, "no_room")
-        assert "the limit is 2" in refused.json()["error"]["message"]
+        assert "at most 2" in refused.json()["error"]["message"]
         assert (await client.delete("/v1/loras/a")).status_code == 200
         assert (await sent(client, "c")).status_code == 201
 

@@ -40,12 +40,12 @@ def claiming(width: int, height: int) -> bytes:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (claiming(60000, 60000), "more than 4096 in all|exceeds limit"),
-        (claiming(2**31 - 1, 2**31 - 1), "more than 4096 in all|exceeds limit"),
-        (claiming(8000, 8000), "8000x8000 pixels, more than 4096 in all"),
-        (file(PIL.Image.new("L", (3000, 3000)), "PNG"), "3000x3000 pixels"),
-        (file(PIL.Image.new("RGB", (65, 64)), "JPEG"), "65x64 pixels"),
-        (file(PIL.Image.new("RGB", (64, 65)), "WEBP"), "64x65 pixels"),
+        (claiming(60000, 60000), "more than 4096 pixels|exceeds limit"),
+        (claiming(2**31 - 1, 2**31 - 1), "more than 4096 pixels|exceeds limit"),
+        (claiming(8000, 8000), "8000x8000, more than 4096 pixels"),
+        (file(PIL.Image.new("L", (3000, 3000)), "PNG"), "3000x3000, more"),
+        (file(PIL.Image.new("RGB", (65, 64)), "JPEG"), "65x64, more"),
+        (file(PIL.Image.new("RGB", (64, 65)), "WEBP"), "64x65, more"),
     ],
 )
 def test_a_bomb_is_refused_before_a_pixel_is_unpacked(
@@ -67,20 +67,20 @@ def test_a_bomb_in_the_words_of_an_image_is_refused() -> None:
     words.add_text("Comment", "a" * (64 << 20), zip=True)
     content = file(PIL.Image.new("RGB", (8, 8)), "PNG", pnginfo=words)
     assert len(content) < 100_000
-    with pytest.raises(ApiError, match="cannot be read as an image"):
+    with pytest.raises(ApiError, match="not a readable image"):
         read_upload(content, "image", LIMITS)
 
 
 @pytest.mark.parametrize("kind", ["GIF", "TIFF", "BMP", "PPM", "ICO", "PDF", "EPS"])
 def test_other_formats_are_refused(kind: str) -> None:
-    with pytest.raises(ApiError, match="cannot be read as an image of PNG, JPEG, WEBP$"):
+    with pytest.raises(ApiError, match=r"not a readable image \(PNG, JPEG, WEBP\)$"):
         read_upload(file(PIL.Image.new("RGB", (32, 32)), kind), "image", LIMITS)
 
 
 def test_what_is_damaged_behind_its_beginning_is_refused() -> None:
     random = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
     for kind in ("PNG", "JPEG", "WEBP"):
-        with pytest.raises(ApiError, match="cannot be read"):
+        with pytest.raises(ApiError, match="not a readable image"):
             read_upload(file(PIL.Image.fromarray(random), kind)[:600], "image", LIMITS)
 
 
@@ -88,7 +88,7 @@ def test_what_is_no_base64_is_refused() -> None:
     content = b64encode(file(PIL.Image.new("RGB", (8, 8)), "PNG")).decode()
     assert read_base64(f"data:image/png;base64,{content}", "image", LIMITS).size == (8, 8)
     for text in ("/etc/passwd", "http://127.0.0.1/secret.png", "file:///etc/passwd", f"{content}!", "é"):
-        with pytest.raises(ApiError, match=r"is no base64|cannot be read as an image"):
+        with pytest.raises(ApiError, match=r"not valid base64|not a readable image"):
             read_base64(text, "image", LIMITS)
 
 

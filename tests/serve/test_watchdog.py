@@ -64,7 +64,7 @@ def test_a_stopped_worker_is_replaced_and_requests_are_refused_meanwhile(
         refused = post(server)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
         assert int(refused.headers["retry-after"]) > 0
-        told = server.wait_for(lambda line: line["event"] == "worker lost", begun)
+        told = server.wait_for(lambda line: line["event"] == "worker_lost", begun)
         assert told["kind"] == "WorkerHung" and "no heartbeat" in told["what"]
         held.resume()
         server.wait_until_ready(begun)

@@ -138,21 +138,24 @@ def test_what_is_drawn_tells_how_far_it_is_and_is_interrupted(server: RunningSer
     [
         ({"sampler_name": "Restart"}, "no scheduler is named 'Restart'"),
         ({"sampler_name": "DPM++ 2N"}, "did you mean 'dpm++_2m'"),
-        ({"sampler_name": "Euler", "scheduler": "Align Your Steps"}, "Euler takes no schedule type 'Align Your Steps'"),
-        ({"sampler_name": None, "scheduler": "Karras"}, "needs a sampler"),
+        (
+            {"sampler_name": "Euler", "scheduler": "Align Your Steps"},
+            "Euler does not support the schedule type",
+        ),
+        ({"sampler_name": None, "scheduler": "Karras"}, "requires sampler_name"),
         (
             {"sampler_name": "Heun", "steps": 100},
-            "100 steps of heun take 200 runs of the denoiser, and may take 150 here",
+            "100 steps of heun take 200 denoiser runs; the maximum is 150",
         ),
         ({"override_settings": {"sd_model_checkpoint": ["tiny"]}}, "valid string"),
-        ({"prompt": "a <lora:ink:0.8>"}, "no LoRA is named 'ink' here"),
+        ({"prompt": "a <lora:ink:0.8>"}, "no LoRA named 'ink'"),
         ({"width": 70}, "multiples of 64"),
         (
             {"alwayson_scripts": {"ControlNet": {"args": [{"model": "x" * 300, "image": "AA=="}]}}},
             "at most 200 characters",
         ),
-        ({"steps": 1000}, "at most 150"),
-        ({"batch_size": 4, "n_iter": 4}, "n is 16, and may be at most 4"),
+        ({"steps": 1000}, "maximum is 150"),
+        ({"batch_size": 4, "n_iter": 4}, "n is 16; the maximum is 4"),
     ],
 )
 def test_what_is_wrong_is_told(server: RunningServer, fields: dict[str, Any], says: str) -> None:
@@ -165,7 +168,7 @@ def test_a_masked_part_is_enlarged_only_within_the_limits(server: RunningServer)
     small = b64encode(png(PIL.Image.new("RGB", (8, 8), "white"))).decode()
     body = {**SMALL, "init_images": [small], "mask": small, "width": 30720, "height": 30720}
     answer = ask(server, "img2img", {**body, "inpainting_mask_invert": 1})
-    assert answer.status_code == 400 and "this pipeline draws at most" in answer.json()["detail"]
+    assert answer.status_code == 400 and "this pipeline generates at most" in answer.json()["detail"]
     assert inverted(PlainImage("L", (2, 1), b"\x00\xf0")).pixels == b"\xff\x0f"
 
 
@@ -175,8 +178,8 @@ def test_loras_are_taken_out_of_a_prompt() -> None:
     assert [(each.name, each.scale) for each in loras] == [("ink", 0.8), ("my style", 1.0)]
     assert loras_in("a < b > c") == ("a < b > c", [])
     for wrong, says in (
-        ("<lora:ink:strong>", "'strong' is no scale"),
-        ("<lora:ink:0.8:0.5>", "'0.8:0.5' is no scale"),
+        ("<lora:ink:strong>", "'strong' is not a valid scale"),
+        ("<lora:ink:0.8:0.5>", "'0.8:0.5' is not a valid scale"),
         (f"<lora:{'x' * 300}:1>", "at most 200 characters"),
     ):
         with pytest.raises(ApiError, match=says):

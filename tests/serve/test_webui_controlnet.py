@@ -73,10 +73,10 @@ def test_units_are_the_controlnets_of_a_request(server: RunningServer) -> None:
         ({"model": "canny"}, "no ControlNet 'canny'"),
         ({"module": "openpose"}, "the preprocessor 'openpose' is not supported"),
         ({"control_mode": 2}, "the control mode 'ControlNet is more important' is not supported"),
-        ({"image": edges(96)}, "96x64 pixels, which is not the shape of 64x64"),
+        ({"image": edges(96)}, "96x64, another aspect ratio than 64x64"),
         ({"image": None}, "has no image"),
         ({"mask": edges()}, "mask "),
-        ({"guidance_start": 0.7, "guidance_end": 0.5}, "before it begins"),
+        ({"guidance_start": 0.7, "guidance_end": 0.5}, "greater than start"),
     ],
 )
 def test_what_a_unit_cannot_have_is_refused(server: RunningServer, unit: dict[str, Any], says: str) -> None:

@@ -35,7 +35,7 @@ def test_each_image_has_the_lines_of_its_seed(tiny_pipeline: Path, tmp_path: Pat
     (tmp_path / "many.txt").write_text("a BREAK b BREAK c\n")
     fields = Generation.model_validate({"prompt": "__many__", "steps": 1, "prompt_syntax": "a1111"})
     side = model.latents.image_size
-    with pytest.raises(ApiError, match="3 sections of its prompt") as refused:
+    with pytest.raises(ApiError, match="3 prompt sections") as refused:
         jobs_of(fields, model, Limits(cost=2.5 * side**2 / 1e6), None, None, None, wildcards=wildcards)
     assert refused.value.code == "too_costly"
     (tmp_path / "long.txt").write_text("word " * 20_000)

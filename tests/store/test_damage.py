@@ -78,7 +78,7 @@ def test_a_flipped_bit_that_no_stat_shows_is_found_before_a_pass_reads_it(cache:
     reader = Cache(cache.root)
     found = reader.lookup(record.action)
     assert found is not None
-    with pytest.raises(CorruptArtifactError, match="does not have the content") as caught:
+    with pytest.raises(CorruptArtifactError, match="is not what was published") as caught:
         reader.check(found.artifact)
     assert "Run again" in str(caught.value)
     assert_rebuilt(reader, record)

@@ -133,7 +133,7 @@ def _device(files: Path) -> None:
 
 @pytest.mark.parametrize("make", [_symlink, _linked_folder, _hardlink, _device])
 def test_only_real_files_are_published(cache: Cache, make: object) -> None:
-    with pytest.raises(PassError, match="cannot be kept"), cache.staging(make_action()) as staging:
+    with pytest.raises(PassError, match="cannot be cached"), cache.staging(make_action()) as staging:
         write_files(staging.files, contents(make_action()))
         make(staging.files)  # type: ignore[operator]
         staging.publish({}, {})

@@ -170,7 +170,7 @@ def test_a_file_that_keeps_changing_is_an_error(cache: Cache, tmp_path: Path) ->
             stream.write(b"more")
         return digest_file(place)
 
-    with pytest.raises(CacheError, match="changes while it is read"):
+    with pytest.raises(CacheError, match="changed while it was read"):
         cache.stat.value(path, "x", read_and_grow)
 
 

@@ -19,6 +19,7 @@ from sdflow.weights.recipe import (
     Param,
     Recipe,
     Reshape,
+    Scaled,
     Sum,
     SumAlong,
     Transpose,
@@ -53,6 +54,8 @@ def same_bits(found: torch.Tensor, expected: np.ndarray) -> None:
         Sum((Float16(5.96e-08, 65504.0, PARAM), Float16(5.96e-08, 65504.0, OTHER))),
         SumAlong(1, ((0,), (3, 1, 2), (1, 1)), SumAlong(0, ((5, 0, 2),), Transpose((0, 1), OTHER))),
         Float16(1e-1, 1.0, SumAlong(0, ((0, 5), (4,)), PARAM)),
+        Scaled(-12, OTHER),
+        Float16(5.96e-08, 65504.0, Transpose((1, 0), Scaled(-12, PARAM))),
     ],
 )
 def test_a_recipe(recipe: Recipe) -> None:

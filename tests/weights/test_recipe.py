@@ -19,6 +19,7 @@ from sdflow.weights.recipe import (
     Quantized,
     Recipe,
     Reshape,
+    Scaled,
     Scales,
     Sum,
     SumAlong,
@@ -48,6 +49,8 @@ CASES: list[tuple[Recipe, Any]] = [
     (Sum((HALF, HALF, HALF)), (to_float16(W) * np.float32(3)).astype(np.float16)),
     (SumAlong(1, ((0,), (3, 1, 2), (1, 1)), PARAM), np.stack([W[:, 0], W[:, 3] + W[:, 1] + W[:, 2], 2 * W[:, 1]], 1)),
     (Float16(1e-3, 1.0, SumAlong(0, ((0, 5),), PARAM)), to_float16((W[0] + W[5])[None], 1e-3, 1.0)),
+    (Transpose((1, 0), Scaled(-6, PARAM)), W.T / np.float32(64)),
+    (Float16(5.96e-08, 65504.0, Scaled(3, Sum((PARAM, PARAM)))), 16 * to_float16(W)),
     (Scales("int8", 0, PARAM), np.abs(W).max(1) / np.float32(127)),
     (Quantized("int8", 0, PARAM), np.rint(W.T / (np.abs(W).max(1) / np.float32(127))).T.astype(np.int8)),
     (Scales("int8", 1, Join(1, (PARAM, ZEROS))), np.append(np.abs(W).max(0) / np.float32(127), np.ones(4, np.float32))),
@@ -99,6 +102,16 @@ def test_a_checkpoint_in_float16_is_widened_where_the_graph_is_float32() -> None
     np.testing.assert_array_equal(evaluate(Float16(5.96e-08, 65504.0, PARAM), lambda key: half), half)
 
 
+def test_a_scaled_weight_is_rounded_as_the_weight_itself_unless_it_is_subnormal() -> None:
+    values = np.concatenate([W, W * np.float32(2e-3)])
+    half, power = Float16(5.96e-08, 65504.0, Scaled(-6, Param("w", (12, 4)))), np.float16(2.0**-6)
+    found, plain = evaluate(half, lambda key: values), to_float16(values)
+    normal = np.abs(values) * 2.0**-6 >= 2.0**-14
+    assert 0 < np.count_nonzero(normal) < values.size
+    np.testing.assert_array_equal(found[normal], plain[normal] * power)
+    assert np.abs(found - values * 2.0**-6)[~normal].max() <= 2.0**-25, "half of what subnormal numbers are apart"
+
+
 def test_the_parameters_of_a_recipe_are_found() -> None:
     recipe = Float16(5.96e-08, 65504.0, Join(0, (Param("a", (1, 2)), Reshape((1, 2), Param("b", (2,))))))
     assert [param.key for param in params(recipe)] == ["a", "b"]
@@ -126,6 +139,8 @@ def test_a_parameter_of_another_shape_is_refused() -> None:
         {"sum_along": 1, "groups": [[0], []], "of": to_json(PARAM)},
         {"sum_along": 1, "groups": [], "of": to_json(PARAM)},
         {"sum_along": 1, "groups": [[0]], "of": to_json(HALF)},
+        {"scaled": 0.5, "of": to_json(PARAM)},
+        {"scaled": -6, "of": to_json(HALF)},
         {"rotate": 1, "of": to_json(PARAM)},
     ],
 )

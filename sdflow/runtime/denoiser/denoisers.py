@@ -45,7 +45,8 @@ class DenoiserRequest:
     shape: a step's input with context, (images, channels, rows, columns). rows: batch size, with guidance twice the
         images.
     axes: sizes of further axes. conditions: if already known; otherwise, texts have the usual length. controls, guess:
-    for ControlNets. fewer: the approximation. skipped: blocks left out by skip-layer guidance; empty if off.
+    for ControlNets. fewer: the approximation. skipped: blocks left out by skip-layer guidance; empty if off. With one
+        row per image, the whole batch skips them.
     references: rows and columns of the latents of reference images.
     """
 
@@ -134,6 +135,9 @@ class Denoisers:
             return ControlledDenoiser(whole, self._nets, request.controls, sizes, shape[0], guess=request.guess)
         if model.path is None or not self._split:
             return WholeDenoiser(model, shape, sizes)
+        if request.skipped and rows == shape[0]:
+            only = _key(shape, 0, sizes, request.skipped)
+            return self._parted(shape, sizes, 0, (), needed=(only,), skipped=request.skipped)
         layers = 0 if fewer.reuse is None else fewer.reuse.layers
         texts = self._texts if conditions is None else ()
         half = {**sizes, "batch": rows // 2}

@@ -14,12 +14,14 @@ from sdflow.families.shared.base import Family
 from sdflow.families.shared.defaults import Defaults, Task
 from sdflow.machine.providers import onnxruntime_for
 from sdflow.runtime.denoiser.denoisers import Denoisers, DenoiserSource
+from sdflow.runtime.denoiser.halves import HalvedDenoisers
 from sdflow.runtime.denoiser.schedule import Schedule, named_scheduler
 from sdflow.runtime.denoiser.start import require_size
+from sdflow.runtime.drawing.devices import require_devices
 from sdflow.runtime.drawing.preview import previewer, previewer_of
 from sdflow.runtime.drawing.record import Record, folder_record
 from sdflow.runtime.drawing.text import learned_words, with_words, without_last_layers
-from sdflow.runtime.drawing.turns import moving_weights
+from sdflow.runtime.drawing.turns import Moves, moving_weights
 from sdflow.runtime.files.folder import (
     SCHEDULER,
     TAKEN_APART,
@@ -31,6 +33,7 @@ from sdflow.runtime.files.folder import (
     read_options,
     target_of,
 )
+from sdflow.runtime.sessions.place import device_name
 from sdflow.runtime.sessions.residency import Keep
 from sdflow.runtime.sessions.session import LoadOptions
 from sdflow.runtime.sessions.submodel import Submodel
@@ -48,7 +51,8 @@ class LoadedPipeline:
         TiledWarning.
     options: from model_index.json, as the family reads them. defaults: of a call, by task; None: from the configs.
     split: run the denoiser in parts, to avoid repeated work (`sdflow.runtime.denoiser.split`).
-    words: textual inversion embeddings usable in prompts. record: settings written into all its images.
+    words: textual inversion embeddings usable in prompts. record: settings written into all its images. second: the
+    denoiser on a second device, which computes the negative prompts' half of guidance (`sdflow.runtime.denoiser.halves`).
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class LoadedPipeline:
         vae_tiles: bool | None = None,
         split: bool = True,
         words: Sequence[Embedding] = (),
+        second: Submodel | None = None,
     ) -> None:
         configs = {name: submodel.config for name, submodel in submodels.items()}
         if missing := [name for name in family.needed(configs) if name not in submodels]:
@@ -93,22 +98,25 @@ class LoadedPipeline:
         self.draw_preview = previewer(family, submodels[family.decoder], self.latents)
         self.schedules: dict[tuple[Any, ...], Schedule] = {}
         self._named: dict[tuple[str, str], Any] = {}
-        denoiser, referencing = submodels[family.denoiser], None
-        if family.references is not None:
-            referencing = denoiser.changed(family.references.extend, family.references.config(denoiser.config))
-        self.referencing = referencing
-        self.denoisers: DenoiserSource = Denoisers(
+        denoiser = submodels[family.denoiser]
+        self.referencing = _referencing(family, denoiser)
+        encoders = [self.submodels[name] for name in family.text_of(submodels)]
+        sizes = submodels[family.decoder], self.latents.scale, family.token_sizes(configs)
+        first = Denoisers(
             denoiser,
             self.nets,
-            [self.submodels[name] for name in family.text_of(submodels)],
-            submodels[family.decoder],
-            self.latents.scale,
-            family.token_sizes(configs),
+            encoders,
+            *sizes,
             split=split,
             low_memory=low_memory or moving,
             tiles=self.vae_tiles,
-            referencing=referencing,
+            referencing=self.referencing,
         )
+        self.denoisers: DenoiserSource = first
+        if second is not None:
+            referencing = _referencing(family, second)
+            other = Denoisers(second, {}, (), *sizes, split=split, low_memory=True, referencing=referencing)
+            self.denoisers = HalvedDenoisers(first, other, (denoiser.place, second.place))
 
     @classmethod
     def load(
@@ -130,6 +138,7 @@ class LoadedPipeline:
         embeddings: Sequence[Path | str | Embedding] = (),
         shared: Mapping[str, Submodel] = MappingProxyType({}),
         previews: Path | str | None = None,
+        devices: int = 1,
     ) -> Self:
         """Load an assembled pipeline, creating its sessions concurrently.
 
@@ -142,8 +151,11 @@ class LoadedPipeline:
         captured; None: all. tuning: result of `sdflow tune` for this machine, `recorded_tuning(folder, target).tuning`.
         embeddings: textual inversion files (FILE or FILE:WORD), or folders of files that are used by their names; their
         words can be used in prompts. shared: submodels that another pipeline loaded from the same artifacts. previews:
-        pipeline folder whose tiny VAE decodes previews; None: the pipeline's own, if it is one.
-        Raises UsageError if the folder is not a pipeline, and TargetUnavailableError if the provider is unavailable.
+        pipeline folder whose tiny VAE decodes previews; None: the pipeline's own, if it is one. devices: 2: compute the
+        two halves of guidance on two GPUs at the same time, both with the denoiser's weights; on the CPU, in two
+        threads, which is not faster. All calls then need guidance.
+        Raises UsageError if the folder is not a pipeline, and TargetUnavailableError if the provider or a device is
+        unavailable.
         """
         folder = Path(folder)
         target = target_of(folder, target)
@@ -157,11 +169,13 @@ class LoadedPipeline:
                 remedy="Remove it, or use the target cuda with keep 'fit' and without low_memory.",
             )
         own = [name for name in names if name not in shared]
+        require_devices(devices, folder, target, low_memory=low_memory)
         moves = None if low_memory else moving_weights(folder, own, target, keep, device_memory, beside)
 
         def load(name: str) -> Submodel:
-            if name in shared:
-                return shared[name]
+            return shared[name] if name in shared else loaded(name, 0, moves)
+
+        def loaded(name: str, device: int, moves: Moves | None) -> Submodel:
             # The encoder and the nets are loaded with the first image. A split denoiser only needs its parts.
             late = (family.encoder, *family.optional_parts(names))
             late = (*late, family.denoiser) if target.name in TAKEN_APART else late
@@ -184,8 +198,14 @@ class LoadedPipeline:
                 residency=None if moves is None else moves.residency,
                 shrinks=moves is not None and name in (family.encoder, family.decoder),
                 plan=None if moves is None else moves.streams.get(name),
+                device=device,
             )
 
+        second = None
+        if devices > 1:
+            where = device_name(target.name, 1)
+            theirs = moving_weights(folder, [family.denoiser], target, keep, device_memory, device=where)
+            second = loaded(family.denoiser, 1, theirs)
         with ThreadPoolExecutor(max_workers=len(names)) as pool:
             submodels = dict(zip(names, pool.map(load, names), strict=True))
         pipeline = cls(
@@ -198,6 +218,7 @@ class LoadedPipeline:
             moving=moves is not None,
             vae_tiles=vae_tiles,
             words=learned_words(embeddings, family, submodels),
+            second=second,
         )
         pipeline.record = folder_record(folder, target.name)
         if scheduler is not None:
@@ -235,3 +256,10 @@ class LoadedPipeline:
         if submodel is None or count != clip_skip:
             self._shortened[name] = clip_skip, without_last_layers(self.submodels[name], clip_skip)
         return self._shortened[name][1]
+
+
+def _referencing(family: Family, denoiser: Submodel) -> Submodel | None:
+    """Return the denoiser with inputs for reference images, if the family has any."""
+    if family.references is None:
+        return None
+    return denoiser.changed(family.references.extend, family.references.config(denoiser.config))

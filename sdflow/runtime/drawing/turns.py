@@ -36,20 +36,27 @@ def weight_bytes(folder: Path, names: Iterable[str]) -> dict[str, int]:
 
 
 def moving_weights(
-    folder: Path, names: Sequence[str], target: Target, keep: Keep, device_memory: int | None, beside: int = 0
+    folder: Path,
+    names: Sequence[str],
+    target: Target,
+    keep: Keep,
+    device_memory: int | None,
+    beside: int = 0,
+    device: str = "cuda",
 ) -> Moves | None:
     """Return how these submodels' weights move, or None if all stay: on the CPU, with keep "all", or if they fit together
     with the working memory of one image of the model's own size with guidance.
 
     device_memory: limit in bytes for this process; None: all free memory. beside: bytes of further weights on the
-    device. Warns with SlowerWarning if a submodel's weights are streamed. Raises UsageError if even that does not fit.
+    device. device: a GPU, in torch's notation. Warns with SlowerWarning if a submodel's weights are streamed. Raises
+    UsageError if even that does not fit.
     """
     if target.name != "cuda" or keep == "all":
         return None
     configs, family = folder_configs(folder), folder_family(folder)
     sizes = weight_bytes(folder, names)
     working = drawing_bytes(family, configs, family.latents(configs).size, device="cuda")
-    places = residency("cuda", device_memory)
+    places = residency(device, device_memory)
     room = places.room()
     fits = not sizes or sum(sizes.values()) + beside + working + HEADROOM <= room
     if fits:
@@ -69,7 +76,7 @@ def moving_weights(
         elif sizes[name] + HEADROOM > room:
             raise UsageError(
                 f"its {name.replace('_', ' ')} has {spell_bytes(sizes[name])} of weights, but only "
-                f"{spell_bytes(max(0, room))} of the device are available, including {spell_bytes(HEADROOM)} of working "
+                f"{spell_bytes(max(0, room))} of the device {device} are available, including {spell_bytes(HEADROOM)} of working "
                 "memory",
                 where=str(folder),
                 remedy="Quantize it (QuantizeFp8), or use the CPU: --target cpu.",

@@ -22,7 +22,7 @@ from sdflow.runtime.files.trial import try_companion
 from sdflow.runtime.sessions.device_weights import DeviceWeights
 from sdflow.runtime.sessions.engine_cache import Profile, Shapes, keeps_engines
 from sdflow.runtime.sessions.live_weights import LiveWeights
-from sdflow.runtime.sessions.place import place
+from sdflow.runtime.sessions.place import device_name, place
 from sdflow.runtime.sessions.residency import Residency
 from sdflow.runtime.sessions.session import DAMAGED, PLAIN, LoadOptions, create_session
 from sdflow.runtime.sessions.stream_plan import StreamPlan
@@ -201,6 +201,7 @@ def load_submodel(
     shrinks: bool = False,
     plan: StreamPlan | None = None,
     delay: int = 0,
+    device: int = 0,
 ) -> Submodel:
     """Load one submodel of a pipeline folder on a target. Its sessions run on its place's stream.
 
@@ -209,14 +210,14 @@ def load_submodel(
     external weights that its sessions read. shared: device weights of the same model, if already loaded. residency:
     manages weights that take turns on the device; None: they stay. shrinks: return a run's working memory to the device
     afterwards; such runs are not captured. plan: weights that are streamed to the device in every run. delay: see
-    `StreamedWeights`.
+    `StreamedWeights`. device: number of the GPU.
     """
-    where = place("cuda" if target.session.needs_cuda else "cpu")
+    where = place(device_name("cuda" if target.session.needs_cuda else "cpu", device))
     model = (folder / submodel / MODEL_FILE).resolve()
     captured = cuda_graphs is None or submodel in cuda_graphs
     fixed = plan is not None or (target.name == "cuda" and captured)
     if where.stream is not None:
-        options = replace(options, stream=where.stream.cuda_stream)
+        options = replace(options, stream=where.stream.cuda_stream, device=where.index)
     weights = (shared or DeviceWeights(model, where.device, residency, plan, delay=delay)) if fixed else None
     config = submodel_config(folder, submodel)
     part = (family or folder_family(folder)).part(submodel).of(config)
@@ -244,7 +245,7 @@ def load_submodel(
             with where.current():
                 held = weights.of(graph)
         resident = None if weights is None else weights.resident
-        with nullcontext() if resident is None else resident.using():
+        with nullcontext() if resident is None else resident.using(), where.selected():
             session = create_session(
                 model,
                 target,

@@ -142,6 +142,15 @@ static int find_part(Part part, const Driver *driver) {
         FIND(gpu.float8_activation, "float8_tanh_gelu_half", "float8_tanh_gelu_bfloat16", "float8_silu_gated_half",
              "float8_silu_gated_bfloat16");
         return FIND(gpu.gated_activation, "tanh_gelu_half", "tanh_gelu_bfloat16", "silu_gated_half", "silu_gated_bfloat16");
+    case PART_int8:
+        FIND(&gpu.int8_rows[1], "int8_rows_bfloat16");
+        for (int i = 0; i < 2; ++i) { /* those of compute capability 8.0 */
+            static const char *const wide[] = {"int8_product_wide_half", "int8_product_wide_bfloat16"};
+            static const char *const narrow[] = {"int8_product_narrow_half", "int8_product_narrow_bfloat16"};
+            find_large(driver, &gpu.int8_product[i][0], wide + i, 1, INT8_SHARED_WIDE);
+            find_large(driver, &gpu.int8_product[i][1], narrow + i, 1, INT8_SHARED_NARROW);
+        }
+        return FIND(&gpu.int8_rows[0], "int8_rows_half") | FIND(&gpu.int8_product[0][2], "int8_product_turing_half");
     case PART_COUNT: break;
     }
     return 1;
@@ -226,7 +235,8 @@ __attribute__((visibility("default"))) Status *RegisterCustomOps(void *options, 
                        &op_rotary_qkv, &op_rotary_qkv_bfloat16,
                        &residual_norms[0], &residual_norms[1], &residual_norms[2], &residual_norms[3], &residual_norms[4],
                        &residual_norms[5], &gated_activations[0], &gated_activations[1], &gated_activations[2],
-                       &gated_activations[3], &stream_weights, &stream_weights_on_cpu};
+                       &gated_activations[3], &int8_rows[0], &int8_rows[1], &int8_product[0], &int8_product[1],
+                       &stream_weights, &stream_weights_on_cpu};
     Api api = base->api(ORT_VERSION);
     Status *failed = 0;
     pthread_mutex_lock(&lock);

@@ -35,24 +35,25 @@ NEEDS = "Use a float16 or float32 pipeline, built without QuantizeFp8."
 
 
 @functools.cache
-def float8_library() -> Path:
-    """Return the kernel library after testing its float8 part on this device, once per process.
+def float8_library(device: int = 0) -> Path:
+    """Return the kernel library of a GPU after testing its float8 part there, once per process. The GPU is the current
+    one.
 
     Raises TargetUnavailableError, stating float8's requirements, if it is unavailable.
     """
     import torch
 
     if torch.cuda.is_available():
-        device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        if (device.major, device.minor) < FLOAT8_SINCE:
+        found = torch.cuda.get_device_properties(device)
+        if (found.major, found.minor) < FLOAT8_SINCE:
             raise TargetUnavailableError(
                 f"float8 needs a GPU of compute capability {'.'.join(map(str, FLOAT8_SINCE))} or newer; "
-                f"{device.name} has {device.major}.{device.minor}",
+                f"{found.name} has {found.major}.{found.minor}",
                 where=WHERE,
                 remedy=NEEDS,
             )
     try:
-        return build([FLOAT8])
+        return build([FLOAT8], device)
     except TargetUnavailableError as error:
         raise TargetUnavailableError(
             f"float8 requires sdflow's own kernels: {error}", where=WHERE, remedy=NEEDS

@@ -1,4 +1,4 @@
-"""Whether the GPU supports sdflow's Hopper and float8 kernels."""
+"""Whether the GPU supports sdflow's Hopper, float8 and bfloat16 kernels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ HOPPER = "90"
 
 FLOAT8_SINCE = (8, 9)
 """First compute capability with float8 products."""
+BFLOAT16_SINCE = 8
+"""First major compute capability with bfloat16."""
 
 
 def has_float8() -> bool:
@@ -18,6 +20,15 @@ def has_float8() -> bool:
         return False
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     return (device.major, device.minor) >= FLOAT8_SINCE
+
+
+def has_bfloat16() -> bool:
+    """Whether the GPU computes in bfloat16."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).major >= BFLOAT16_SINCE
 
 
 def on_hopper() -> bool:

@@ -52,6 +52,8 @@ OPERATORS = tuple(
         "rotary_qkv.c",
         "residual_norm.c",
         "gated_activation.c",
+        "int8_rows.c",
+        "int8_product.c",
         "stream_weights.c",
     )
 )
@@ -78,12 +80,17 @@ DEFINES = {
     "ACTIVATION_PER_PROCESSOR": 5,
     "ACTIVATION_ROW_THREADS": 512,
     "ACTIVATION_HELD": 4,
+    "INT8_WARPS": 8,
+    "INT8_HELD": 5,
+    "INT8_WIDE_STAGES": 4,
+    "INT8_NARROW_STAGES": 3,
 }
 """Threads per block (maximum) and blocks per multiprocessor of each kernel, as measured on an H200.
 FLOAT8_STAGES: tiles along K that a block of float8_product.cu keeps in shared memory. FLOAT8_MOST_DEPTH: limit of K
 times the tiles of y per multiprocessor, above which cuBLASLt multiplies; FLOAT8_LEAST_FILLED: tenths of the
 multiprocessors, below which it does. FLOAT8_IN_TURNS: 1: its warpgroups also alternate without gates. OVERLAPS: 0: a
 kernel starts only after the previous one has finished (overlap.cuh)."""
+LIBRARY = "libsdflow_kernels.so"
 FOLDER_VARIABLE = "SDFLOW_KERNELS"
 OLDEST = (8, 0)
 """First compute capability that packs two floats into halves in one instruction, as float16.cuh does."""
@@ -103,14 +110,14 @@ class Ready:
     wrong: dict[str, str]
 
 
-def kernel_library(parts: Collection[str] = ()) -> Ready | None:
+def kernel_library(parts: Collection[str] = (), device: int = 0) -> Ready | None:
     """Return the library with these parts compiled and tested, or None if it is unavailable. Warns once, and once per
-    unusable part.
+    unusable part. device: number of the GPU, which is the current one.
 
     The library stays loaded because sessions call into it. Concurrent callers wait for the first one to build it.
     """
     with _asked:
-        kernels = _process_kernels()
+        kernels = _process_kernels(device)
         if kernels is None:
             return None
         wrong = kernels.require(parts)
@@ -125,9 +132,9 @@ def kernel_library(parts: Collection[str] = ()) -> Ready | None:
 
 
 @functools.cache
-def _process_kernels() -> Kernels | None:
+def _process_kernels(device: int = 0) -> Kernels | None:
     try:
-        return Kernels()
+        return Kernels(device)
     except (SdflowError, OSError) as error:
         warnings.warn(
             f"ONNX Runtime's own kernels run, which are slower than sdflow's: {error}", SlowerWarning, stacklevel=4
@@ -135,17 +142,18 @@ def _process_kernels() -> Kernels | None:
         return None
 
 
-def build(parts: Iterable[str] | None = None) -> Path:
+def build(parts: Iterable[str] | None = None, device: int = 0) -> Path:
     """Compile and test these parts of the library unless already done, in which case no C compiler is needed. Default:
-    all parts for this GPU except float8.
+    all parts for this GPU except float8. device: number of the GPU, which is the current one.
 
     Raises TargetUnavailableError if a requirement is missing or kernels are wrong, and UsageError if there is no folder
     to store it.
     """
     with _asked:
-        kernels = Kernels()
-        usual = (part.name for part in PARTS.values() if part.name != FLOAT8 and (on_hopper() or not part.hopper))
-        for name, why in kernels.require(usual if parts is None else parts).items():
+        usual = [part.name for part in PARTS.values() if part.name != FLOAT8 and (on_hopper() or not part.hopper)]
+        wanted = usual if parts is None else [*parts]
+        kernels = Kernels(device, max(PARTS[name].since or OLDEST for name in wanted))
+        for name, why in kernels.require(wanted).items():
             raise TargetUnavailableError(f"{', '.join(PARTS[name].operators)}: {why}")
         return kernels.library
 
@@ -153,31 +161,36 @@ def build(parts: Iterable[str] | None = None) -> Path:
 class Kernels:
     """The loaded library and the state of its kernels, for one process and one GPU.
 
+    The library holds kernels of one GPU (custom_ops.c), so each further GPU of a process has a copy with another name,
+    which the system loads separately.
+
     told: parts that were warned about.
     """
 
-    def __init__(self) -> None:
-        """Raises TargetUnavailableError if a requirement is missing, and UsageError if there is no folder to store
-        it."""
+    def __init__(self, device: int = 0, oldest: tuple[int, int] | None = None) -> None:
+        """device: number of the GPU. oldest: the first compute capability that suits; default: OLDEST.
+
+        Raises TargetUnavailableError if a requirement is missing, and UsageError if there is no folder to store it."""
         import torch
 
         if not sys.platform.startswith("linux"):
             raise TargetUnavailableError("sdflow's kernels require Linux")
         if not torch.cuda.is_available():
             raise TargetUnavailableError("torch sees no CUDA device")
-        device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        if (device.major, device.minor) < OLDEST:
+        found = torch.cuda.get_device_properties(device)
+        oldest = oldest or OLDEST
+        if (found.major, found.minor) < oldest:
             raise TargetUnavailableError(
-                f"{device.name} has compute capability {device.major}.{device.minor}, "
-                f"but sdflow's kernels need {'.'.join(map(str, OLDEST))}"
+                f"{found.name} has compute capability {found.major}.{found.minor}, "
+                f"but sdflow's kernels need {'.'.join(map(str, oldest))}"
             )
         self.told: set[str] = set()
-        self._architecture = architecture(f"{device.major}{device.minor}")
+        self._architecture = architecture(f"{found.major}{found.minor}")
         # A MIG instance has fewer multiprocessors than the whole GPU.
-        self._device = [device.name, device.multi_processor_count, driver_version()]
+        self._device = [found.name, found.multi_processor_count, driver_version()]
         self._folder, self._nvrtc = kernel_folder(), Nvrtc()
         self._wrong: dict[str, str | None] = {}
-        self.library = operator_library()
+        self.library = operator_library(device)
         self._loaded = ctypes.CDLL(str(self.library))
 
     def require(self, names: Iterable[str]) -> dict[str, str]:
@@ -232,8 +245,9 @@ class Kernels:
         return None
 
 
-def operator_library() -> Path:
-    """Compile the operators, unless an intact library exists. Without their kernels, only those for weights run.
+def operator_library(device: int = 0) -> Path:
+    """Compile the operators, unless an intact library exists. Without their kernels, only those for weights run. device:
+    number of the GPU; each has a copy, because a loaded library holds its kernels.
 
     Raises TargetUnavailableError without a C compiler or on another system than Linux, and UsageError if there is no folder
     to store it.
@@ -242,14 +256,22 @@ def operator_library() -> Path:
         raise TargetUnavailableError("sdflow's operators require Linux")
     texts = [path.read_text(encoding="utf-8") for path in (*OPERATORS, *HEADERS)]
     key = digest_json({"sources": texts, "defines": DEFINES, "machine": platform.machine()})
-    library = kernel_folder() / key / "libsdflow_kernels.so"
-    _kept(library, key, compile_operators)
+    first = kernel_folder() / key / LIBRARY
+    library = first.with_name(f"libsdflow_kernels-{device}.so") if device else first
     try:
-        ctypes.CDLL(str(library))
+        _opened(first, library, key)
     except OSError:  # built on another system that shares this folder
-        library.unlink(missing_ok=True)
-        _kept(library, key, compile_operators)
+        for path in {first, library}:
+            path.unlink(missing_ok=True)
+        _opened(first, library, key)
     return library
+
+
+def _opened(first: Path, library: Path, key: str) -> ctypes.CDLL:
+    """Load a copy of the first GPU's library, both built unless already done."""
+    built = _kept(first, key, compile_operators)
+    _kept(library, key, lambda _: built)
+    return ctypes.CDLL(str(library))
 
 
 def _kept(path: Path, key: str, make: Any) -> bytes:
@@ -290,7 +312,7 @@ def compile_operators(folder: Path, compiler: str | None = None, flags: Sequence
     compiler = compiler or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise TargetUnavailableError("there is no C compiler", remedy="Install gcc or clang.")
-    made = folder / "libsdflow_kernels.so"
+    made = folder / LIBRARY
     shared = ["-O2", "-shared", "-fPIC", "-fvisibility=hidden", *_defines(), *flags]
     command = [compiler, *shared, "-o", str(made), *map(str, OPERATORS), "-ldl", "-lpthread"]
     try:

@@ -33,12 +33,13 @@ def run_node(
     outputs: Sequence[str] | None = None,
     attributes: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Run one operator on the CUDA provider and return its outputs by name; bfloat16 as float32.
+    """Run one operator on the current CUDA device and return its outputs by name; bfloat16 as float32.
 
     results: element type and shape of the wanted outputs. inputs, outputs: the operator's, in order; default: those of
     `feeds` and `results`. ONNX Runtime does not accept numpy's bfloat16, so casts surround the operator.
     """
     import numpy as np
+    import torch
     from onnx import TensorProto, helper
 
     node = helper.make_node(
@@ -69,9 +70,8 @@ def run_node(
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.register_custom_ops_library(str(library))
-    session = ort.InferenceSession(
-        model.SerializeToString(), options, providers=["CUDAExecutionProvider"], enable_fallback=0
-    )
+    provider = ("CUDAExecutionProvider", {"device_id": str(torch.cuda.current_device())})
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=[provider], enable_fallback=0)
     return dict(zip(results, session.run([*wanted], given), strict=True))
 
 

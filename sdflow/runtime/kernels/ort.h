@@ -17,7 +17,7 @@
 #define ALIAS_VERSION 19 /* of the interface of an operator that says which outputs have an input's memory */
 #define VECTOR 8 /* channels of a thread, in all kernels */
 
-enum { FLOAT = 1, UINT8 = 2, FLOAT16 = 10, BFLOAT16 = 16 };
+enum { FLOAT = 1, UINT8 = 2, INT8 = 3, FLOAT16 = 10, BFLOAT16 = 16 };
 enum { REQUIRED = 0, OPTIONAL = 1 };
 
 typedef const void *const *Api;
@@ -108,6 +108,7 @@ typedef struct {
     void *float8_product[5]; /* float16 and bfloat16, the same with warpgroups in turns, gated */
     void *rotary_qkv[2], *residual_norm[4], *gated_activation[4];
     void *float8_norm[4], *float8_activation[4]; /* the same in the same order, of which products of float8 read */
+    void *int8_rows[2], *int8_product[2][3]; /* float16, bfloat16; products: wide, narrow, for compute capability 7.5 */
     int shared_memory; /* bytes that a block may have */
     int processors, overlaps; /* overlaps: a kernel may be launched while the one before it runs */
     int joined;               /* the next kernel may not: its stream waits for another */
@@ -129,10 +130,18 @@ enum { FLOAT8_ROWS = 128, FLOAT8_COLUMNS = 160, FLOAT8_DEPTH = 128 };
 
 #define TOO_OLD_FOR_FLOAT8 "float8 needs a GPU of compute capability 8.9 or newer"
 
+/* The same of int8_product.cu: tiles of rows and weight. INT8_DEEPEST: depth up to which sums fit int32, and what Int8Rows takes. */
+enum { INT8_DOWN = 128, INT8_DEPTH = 64, INT8_DEEPEST = 20480 };
+#define INT8_SHARED_WIDE (INT8_WIDE_STAGES * (INT8_DOWN + 256) * INT8_DEPTH)
+#define INT8_SHARED_NARROW (INT8_NARROW_STAGES * (INT8_DOWN + 128) * INT8_DEPTH)
+#define INT8_SHARED_TURING (2 * (INT8_DOWN + 128) * INT8_DEPTH)
+
+#define TOO_OLD_FOR_BFLOAT16 "bfloat16 needs a GPU of compute capability 8.0 or newer"
+
 /* What is compiled apart, and loaded when an operator of it is first made. */
 #define PARTS(X)                                                                                                     \
     X(group_norm) X(bias_split_gelu) X(interleave) X(few_keys_attention) X(geglu) X(float8) X(rotary_qkv)            \
-    X(residual_norm) X(gated_activation)
+    X(residual_norm) X(gated_activation) X(int8)
 #define PART(NAME) PART_##NAME,
 typedef enum { PARTS(PART) PART_COUNT } Part;
 
@@ -219,6 +228,7 @@ extern const Op float8_rows, float8_rows_bfloat16, float8_split_gelu, float8_lay
 extern const Op float8_product, float8_product_bfloat16, float8_gated_product;
 extern const Op stream_weights, stream_weights_on_cpu;
 extern const Op float8_norms[4], float8_activations[4];
+extern const Op int8_rows[2], int8_product[2];
 
 static inline const char *on_cuda(const Op *op) { return (void)op, "CUDAExecutionProvider"; }
 static inline int on_device(const Op *op, size_t index) { return (void)op, (void)index, 0; }

@@ -14,17 +14,19 @@ FOLDER = Path(__file__).parent
 HALVES = ("overlap.cuh", "float16.cuh", "halves.cuh")
 SIXTEEN = (*HALVES, "bfloat16.cuh", "sixteen_bits.cuh")
 FLOAT8 = "float8"
+INT8 = "int8"
 
 
 @dataclass(frozen=True)
 class Part:
     """sources: in compilation order. operators: ONNX operators that its kernels implement. hopper: only for Hopper
-    GPUs."""
+    GPUs. since: first compute capability, if older than that of the other parts."""
 
     name: str
     sources: tuple[str, ...]
     operators: tuple[str, ...]
     hopper: bool = False
+    since: tuple[int, int] | None = None
 
     def texts(self) -> list[tuple[str, str]]:
         """Return name and content of each source."""
@@ -72,6 +74,12 @@ PARTS = {
             "gated_activation",
             (*SIXTEEN, "float8.cuh", "float8_row.cuh", "gated_activation.cu"),
             _of_both("TanhGelu", "SiluGated", "Float8TanhGelu", "Float8SiluGated"),
+        ),
+        Part(
+            INT8,
+            (*SIXTEEN, "mma.cuh", "int8.cuh", "int8_rows.cu", "int8_product.cu"),
+            _of_both("Int8Rows", "Int8Product"),
+            since=(7, 5),
         ),
     )
 }

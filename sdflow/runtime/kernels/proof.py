@@ -31,11 +31,19 @@ from sdflow.runtime.kernels.definitions import (
     phases,
 )
 from sdflow.runtime.kernels.float8_proof import float8_differences
+from sdflow.runtime.kernels.int8_proof import int8_differences
 from sdflow.runtime.kernels.one_node import in_order, result_of, run_node
-from sdflow.runtime.kernels.parts import FLOAT8, FOLDER
+from sdflow.runtime.kernels.parts import FLOAT8, FOLDER, INT8
 from sdflow.runtime.kernels.rotary_proof import rotary_differences
 from sdflow.runtime.kernels.transformer_proof import all_activation_differences, all_residual_differences
-from sdflow.tolerances import FLOAT8_PRODUCT_LIMIT, FLOAT8_ROWS_LIMIT, KERNEL_LIMIT, KERNEL_LIMIT_BFLOAT16
+from sdflow.tolerances import (
+    FLOAT8_PRODUCT_LIMIT,
+    FLOAT8_ROWS_LIMIT,
+    INT8_ROTATED_LIMIT,
+    INT8_ROUNDINGS,
+    KERNEL_LIMIT,
+    KERNEL_LIMIT_BFLOAT16,
+)
 
 
 def prove(library: Path, part: str) -> dict[str, float]:
@@ -64,6 +72,8 @@ def _differences(library: Path, part: str) -> dict[str, tuple[float, float]]:
         return all_activation_differences(library)
     if part == FLOAT8:
         return float8_differences(library)
+    if part == INT8:
+        return int8_differences(library)
     if part == "group_norm":
         found = {f"GroupNorm, {name}, {case}": d for case in CASES for name, d in differences(library, case).items()}
     elif part == "bias_split_gelu":
@@ -82,9 +92,17 @@ def _differences(library: Path, part: str) -> dict[str, tuple[float, float]]:
 def sources() -> list[str]:
     """Return the testing code, which is part of the key of test results."""
     names = ["proof", "one_node", "definitions", "float8_proof", "rotary_proof", "rotary_definitions"]
-    names += ["transformer_proof", "transformer_definitions"]
+    names += ["transformer_proof", "transformer_definitions", "int8_proof"]
     texts = [(FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in names]
-    return [*texts, f"{KERNEL_LIMIT} {KERNEL_LIMIT_BFLOAT16} {FLOAT8_ROWS_LIMIT} {FLOAT8_PRODUCT_LIMIT}"]
+    limits = (
+        KERNEL_LIMIT,
+        KERNEL_LIMIT_BFLOAT16,
+        FLOAT8_ROWS_LIMIT,
+        FLOAT8_PRODUCT_LIMIT,
+        INT8_ROTATED_LIMIT,
+        INT8_ROUNDINGS,
+    )
+    return [*texts, f"{limits}"]
 
 
 def gelu_difference(library: Path, shape: tuple[int, ...]) -> float:

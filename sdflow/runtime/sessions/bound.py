@@ -50,7 +50,7 @@ class Bound:
             shrinks = getattr(session, "shrinks", False)
             self._options.add_run_config_entry("gpu_graph_id", "0" if fixed and not shrinks else "-1")
             if shrinks:
-                self._options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "gpu:0")
+                self._options.add_run_config_entry("memory.enable_memory_arena_shrinkage", f"gpu:{place.index}")
         self._unprepared = place.stream is not None
         self._io = session.io_binding()
         # ONNX Runtime copies inputs from another device at binding time.
@@ -99,7 +99,7 @@ class Bound:
         self._unprepared = False
         trial = onnxruntime.RunOptions()
         trial.add_run_config_entry("gpu_graph_id", "-1")
-        trial.add_run_config_entry("memory.enable_memory_arena_shrinkage", "gpu:0")
+        trial.add_run_config_entry("memory.enable_memory_arena_shrinkage", f"gpu:{self._place.index}")
         with small_workspaces():  # cuBLAS may create its handles here
             self._session.run_with_iobinding(self._io, trial)
 
@@ -109,7 +109,7 @@ class Bound:
 
         names = [value.name for value in self._session.get_outputs()]
         for name in names:
-            self._io.bind_output(name, self._place.device, 0)
+            self._io.bind_output(name, self._place.kind, self._place.index)
         self._run()
         found = dict(zip(names, self._io.get_outputs(), strict=True))
         self._bind_outputs({name: value.shape() for name, value in found.items()})
@@ -133,7 +133,7 @@ class Bound:
 
         name = str(tensor.dtype).removeprefix("torch.")
         dtype = BFLOAT16 if name == "bfloat16" else np.dtype(name)
-        return self._place.device, 0, dtype, tuple(tensor.shape), tensor.data_ptr()
+        return self._place.kind, self._place.index, dtype, tuple(tensor.shape), tensor.data_ptr()
 
 
 def data_inputs(session: Any) -> list[Any]:

@@ -25,6 +25,7 @@ class MovingMemory:
         import torch
 
         self._host: torch.Tensor | None = None
+        self._device = device
         index = torch.device(device).index
         self._range = AddressRange(size, torch.cuda.current_device() if index is None else index)
         self._read, self._values = read, size
@@ -50,7 +51,7 @@ class MovingMemory:
             else:
                 self.bytes().copy_(self._host, non_blocking=True)
         except BaseException:  # do not treat partial content as the values
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
             self._range.empty()
             raise
 
@@ -65,14 +66,14 @@ class MovingMemory:
 
     def __del__(self) -> None:
         if self._host is not None and not sys.is_finalizing():
-            unlock(self._host)
+            unlock(self._host, self._device)
 
 
-def unlock(memory: torch.Tensor) -> None:
-    """Let memory from `page_locked` be moved again, before it is freed."""
+def unlock(memory: torch.Tensor, device: str) -> None:
+    """Let memory from `page_locked` be moved again, before it is freed. device: reads it."""
     import torch
 
-    torch.cuda.synchronize()  # a copy may still be reading it
+    torch.cuda.synchronize(device)  # a copy may still be reading it
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 

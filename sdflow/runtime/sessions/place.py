@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """A device. device: "cpu" or "cuda". stream: the single stream for all work on it, None on the CPU."""
+    """A device. device: in torch's notation: "cpu", "cuda" (the first GPU), or "cuda:1". stream: the single stream for
+    all work on it, None on the CPU."""
 
     device: str
     stream: Any = None
+
+    @property
+    def kind(self) -> str:
+        """The type of device, "cpu" or "cuda"."""
+        return self.device.partition(":")[0]
+
+    @property
+    def index(self) -> int:
+        """Number of the GPU; 0 on the CPU."""
+        return int(self.device.partition(":")[2] or 0)
+
+    def selected(self) -> AbstractContextManager[None]:
+        """Make this torch's and CUDA's current device in this thread. ONNX Runtime changes it whenever it creates or
+        runs a session, and does not restore it."""
+        import torch
+
+        return nullcontext() if self.stream is None else torch.cuda.device(self.index)
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -29,9 +47,10 @@ class Place:
         if self.stream is None:
             yield
             return
-        outer = torch.cuda.current_stream()
+        outer = torch.cuda.current_stream(self.index)
         if outer == self.stream:
-            yield
+            with self.selected():
+                yield
             return
         self.stream.wait_stream(outer)
         with torch.cuda.stream(self.stream):
@@ -56,6 +75,11 @@ _places: dict[str, Place] = {}
 _placing = threading.Lock()
 
 
+def device_name(kind: str, index: int) -> str:
+    """Return torch's name of a device. There is one CPU."""
+    return f"{kind}:{index}" if index and kind != "cpu" else kind
+
+
 def place(device: str) -> Place:
     """Return the process's only place for this device, also if several threads ask first: two streams would not wait
     for each other. Raises TargetUnavailableError without a device."""
@@ -74,4 +98,11 @@ def _make_place(device: str) -> Place:
         raise TargetUnavailableError(
             "torch sees no CUDA device", where=device, remedy="Install a CUDA build of torch and a matching driver."
         )
-    return Place(device, torch.cuda.Stream())
+    index, count = Place(device).index, torch.cuda.device_count()
+    if index >= count:
+        raise TargetUnavailableError(
+            f"torch sees {count} CUDA device{'s' if count > 1 else ''}, so there is no {device}",
+            where=device,
+            remedy="Use fewer devices, or list more of them in CUDA_VISIBLE_DEVICES.",
+        )
+    return Place(device, torch.cuda.Stream(index))

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from sdflow.machine.device_memory import process_bytes
 from sdflow.machine.memory import available_bytes
 
 Keep = Literal["all", "fit"]
@@ -45,11 +46,18 @@ class Residency:
     """The movable weights of one device.
 
     limit: bytes that this process may use there; None: all free memory. free: returns the free bytes. wait: waits until
-    all queued work is done.
+    all queued work is done. used: returns the bytes that this process uses, or None if the driver does not tell; then
+    all that was allocated since counts, also by other processes.
     """
 
-    def __init__(self, free: Callable[[], int], wait: Callable[[], None], limit: int | None = None) -> None:
-        self._free, self._wait = free, wait
+    def __init__(
+        self,
+        free: Callable[[], int],
+        wait: Callable[[], None],
+        limit: int | None = None,
+        used: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self._free, self._wait, self._used = free, wait, used
         self._lock = threading.RLock()
         self._present: OrderedDict[Movable, None] = OrderedDict()
         self._staying: set[Movable] = set()
@@ -58,7 +66,10 @@ class Residency:
     def room(self) -> int:
         """Return the bytes that are still available."""
         free = self._free()
-        return free if self.limit is None else min(free, self.limit - (self._at_first - free))
+        if self.limit is None:
+            return free
+        used = self._used()
+        return min(free, self.limit - (self._at_first - free if used is None else used))
 
     @contextmanager
     def using(self, weights: Movable) -> Iterator[None]:
@@ -115,7 +126,9 @@ def residency(device: str, limit: int | None = None) -> Residency:
     """Return the process's Residency of a device. limit: set from now on, if given."""
     with _making:
         if device not in _residencies:
-            _residencies[device] = Residency(lambda: available_bytes(device), lambda: _synchronize(device), limit)
+            _residencies[device] = Residency(
+                lambda: available_bytes(device), lambda: _synchronize(device), limit, lambda: process_bytes(device)
+            )
         elif limit is not None:
             _residencies[device].limit = limit
         return _residencies[device]

@@ -19,9 +19,11 @@ from sdflow.machine.plugins import plugins_of
 from sdflow.machine.providers import onnxruntime_for
 from sdflow.machine.webgpu import adapter_failure
 from sdflow.onnx_model.float8 import DOMAIN, has_float8
+from sdflow.onnx_model.int8 import has_int8
 from sdflow.onnx_model.reading import load_graph
 from sdflow.runtime.kernels.float8 import NEEDS, float8_library, with_float8
 from sdflow.runtime.kernels.hopper import on_hopper
+from sdflow.runtime.kernels.int8 import int8_library, with_definition, with_int8
 from sdflow.runtime.kernels.library import kernel_library
 from sdflow.runtime.kernels.parts import parts_in
 from sdflow.runtime.kernels.replace import with_own_kernels
@@ -63,7 +65,8 @@ class LoadOptions:
     engine_cache: folder for a provider's compiled files; None: the user's (`sdflow.runtime.sessions.engine_cache`).
     threads: CPU threads per operator; None: as in the tuning, else ONNX Runtime's default.
     tuning: choices on top of the target's settings.
-    stream: address of the CUDA stream to use; None: the session's own.
+    stream: address of the CUDA stream to use; None: the session's own. device: number of the GPU, which is the current
+        one while a session is created (`Place.selected`).
     profile: prefix of a profile that `end_profiling` writes.
     built_for: the pipeline folder's target, for messages.
     """
@@ -72,6 +75,7 @@ class LoadOptions:
     threads: int | None = None
     tuning: Tuning = UNTUNED
     stream: int | None = None
+    device: int = 0
     profile: Path | None = None
     built_for: str | None = None
 
@@ -117,8 +121,13 @@ def create_session(
     # Check the file before ONNX Runtime reads it: a pipe, an oversized or a broken file would make it hang or crash.
     read = read_graph(model) if graph is None else graph
     if provider == CUDA_PROVIDER and has_float8(read):  # float8 requires sdflow's operators with any tuning
-        session_options.register_custom_ops_library(str(float8_library()))
+        session_options.register_custom_ops_library(str(float8_library(options.device)))
         read = graph = with_float8(read, hopper=on_hopper())
+    if has_int8(read):
+        library = int8_library(on_cuda=provider == CUDA_PROVIDER)
+        if library is not None:
+            session_options.register_custom_ops_library(str(library))
+        read = graph = with_definition(read) if library is None else with_int8(read)
     devices = plugins_of(ort, target).devices.get(provider, [])
     if target.session.folded:
         read = graph = folded(read, shapes or {}, str(model))
@@ -144,14 +153,16 @@ def create_session(
         providers[CUDA_PROVIDER]["fuse_conv_bias"] = "0"
     if profile is not None and provider == TENSORRT:
         providers[provider] |= profile_of_graph(profile, read, str(model)).options()
-    if target.session.needs_cuda and options.stream is not None:
-        for each in providers.values():
+    for each in providers.values():
+        if target.session.needs_cuda and options.stream is not None:
             each["user_compute_stream"] = str(options.stream)
+        if options.device:
+            each["device_id"] = str(options.device)
     options.tuning.apply(session_options, providers[provider], ort)
     if options.threads is not None:
         session_options.intra_op_num_threads = options.threads
     if graph is not None and provider == CUDA_PROVIDER and options.tuning.own_kernels:
-        graph = _with_own_kernels(graph, session_options)
+        graph = _with_own_kernels(graph, session_options, options.device)
     if streams is not None and graph is not None:
         if all(node.domain != DOMAIN for node in graph.graph.node):  # otherwise registered above
             session_options.register_custom_ops_library(str(streams.library))
@@ -228,15 +239,15 @@ def _session_options(ort: Any, target: Target, options: LoadOptions) -> Any:
     return made
 
 
-def _with_own_kernels(graph: onnx.ModelProto, session_options: Any) -> onnx.ModelProto:
+def _with_own_kernels(graph: onnx.ModelProto, session_options: Any, device: int) -> onnx.ModelProto:
     """Return the graph with sdflow's kernels, as far as they pass their tests on this GPU."""
     without: frozenset[str] = frozenset()
     while (replaced := with_own_kernels(graph, hopper=on_hopper(), without=without)) is not None:
-        ready = kernel_library(parts_in(replaced.graph.node))
+        ready = kernel_library(parts_in(replaced.graph.node), device)
         if ready is None:
             break
         if ready.wrong.keys() <= without:
-            if all(node.domain != DOMAIN for node in graph.graph.node):  # otherwise registered for float8
+            if all(node.domain != DOMAIN for node in graph.graph.node):  # otherwise registered for float8 or int8
                 session_options.register_custom_ops_library(str(ready.library))
             return replaced
         without |= ready.wrong.keys()

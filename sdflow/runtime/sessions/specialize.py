@@ -11,6 +11,7 @@ from typing import Any
 
 from sdflow.errors import PassError
 from sdflow.onnx_model.float8 import FLOAT8_MATMUL
+from sdflow.onnx_model.int8 import INT8_MATMUL
 from sdflow.onnx_model.nodes import copied, in_order
 
 FOLDED_ELEMENTS = 1 << 14
@@ -297,6 +298,7 @@ CONTRIB_SHAPES: Mapping[str, _Rule] = {
     FLOAT8_MATMUL: _product,
     "Gelu": _same,
     "GroupNorm": _same,
+    INT8_MATMUL: _product,
     "LayerNormalization": _same,
     "MatMulIntegerToFloat": _integer_product,
     "MatMulNBits": _packed_product,

@@ -32,11 +32,11 @@ class StreamedWeights:
     """
 
     def __init__(self, folder: Path, plan: StreamPlan, device: str, *, delay: int = 0) -> None:
-        self._folder, self._plan, self._delay = folder, plan, delay
+        self._folder, self._plan, self._device, self._delay = folder, plan, device, delay
         self._buffers = plan.buffers.on(device)
         self._locked: torch.Tensor | None = None
         self._files: dict[str, np.ndarray] = {}
-        self.library = operator_library()
+        self.library = operator_library(int(device.partition(":")[2] or 0))
         self._at = self._read()
 
     @property
@@ -115,4 +115,4 @@ class StreamedWeights:
     def __del__(self) -> None:
         locked = getattr(self, "_locked", None)
         if locked is not None and self._buffers[0].device.type != "cpu" and not sys.is_finalizing():
-            unlock(locked)
+            unlock(locked, self._device)

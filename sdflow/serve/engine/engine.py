@@ -91,8 +91,6 @@ class Engine:
         self._running: list[_Running] = []
         self._shares = Shares()
         self._overtaken = 0
-        self.retired = False
-        """Set to start no more images."""
         self.progress = 0
         """Changes whenever an image advances."""
         self._counts = 0, 0
@@ -100,7 +98,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return bool((self._waiting and not self.retired) or self._running)
+        return bool(self._waiting or self._running)
 
     @property
     def jobs(self) -> tuple[Job, ...]:
@@ -136,10 +134,9 @@ class Engine:
     def turn(self) -> bool:
         """Run one batch of steps, or wait briefly for pending work. Return whether any image is running."""
         self._resume()
-        while not self.retired and (job := self._waiting.take(self._next)) is not None:
+        while (job := self._waiting.take(self._next)) is not None:
             self._begin(job)
-        if not self.retired:
-            self._look_ahead()
+        self._look_ahead()
         any_drawn, batches = bool(self._running), list[Batch]()
         if stepping := self._stepping:
             group = self._next_group(stepping)

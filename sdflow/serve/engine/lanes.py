@@ -1,7 +1,7 @@
 """Lanes: engines in parallel threads, each with its own sessions, that take from one queue.
 
 On a CPU a small model does not use all cores: two images on one core each finish sooner than one after the other on
-both. A measurement decides the number of lanes (`sdflow.serve.engine.loading`). A GPU has one.
+both. A GPU has one.
 """
 
 from __future__ import annotations
@@ -49,22 +49,12 @@ class Lanes:
         self.submit = self.waiting.add
         self._tell, self._one_at_a_time = tell, threading.Lock()
         self._lanes: list[_Lane] = []
-        self._ended = self._running = False
+        self._ended = False
         self._process, self._memory, self._looked = psutil.Process(), 0, 0.0
 
     def add(self, make: Callable[[Waiting, Tell], Engine], rest: Callable[[], None] = lambda: None) -> None:
         """Add an engine. rest: releases what only large images need; called in its thread if none came for a while."""
-        self._lanes.append(lane := _Lane(make(self.waiting, self._pass_on), rest))
-        if self._running:
-            self._start(lane)
-
-    def replace(self, add: Callable[[], None]) -> None:
-        """Replace the lanes with those that `add` adds; the old ones finish their running images. CPU only."""
-        with self.waiting.changed:
-            for lane in self._lanes:
-                lane.engine.retired = True
-            add()
-        self.look_again()
+        self._lanes.append(_Lane(make(self.waiting, self._pass_on), rest))
 
     @property
     def engines(self) -> list[Engine]:
@@ -99,15 +89,9 @@ class Lanes:
 
     def run(self) -> None:
         """Run until `end`. The first engine runs in this thread, which a GPU's captured graphs belong to."""
-        self._running = True
         for lane in self._lanes[1:]:
-            self._start(lane)
+            threading.Thread(target=self._run_or_die, args=(lane,), name="lane", daemon=True).start()
         self._run(self._lanes[0])
-        with self.waiting.changed:  # the first lane may have been replaced
-            self.waiting.changed.wait_for(lambda: self._ended)
-
-    def _start(self, lane: _Lane) -> None:
-        threading.Thread(target=self._run_or_die, args=(lane,), name="lane", daemon=True).start()
 
     def _run_or_die(self, lane: _Lane) -> None:
         """End the process on an unexpected error, as in the first lane; the server restarts it."""
@@ -125,10 +109,7 @@ class Lanes:
                 if stuck:
                     changed.wait(WAIT_SECONDS)
                 within = None if large is None else REST_SECONDS
-                changed.wait_for(lambda: self._ended or engine.retired or lane.chores or engine.busy, within)
-                if engine.retired and not engine.jobs and not lane.chores:
-                    self._lanes.remove(lane)
-                    return
+                changed.wait_for(lambda: self._ended or lane.chores or engine.busy, within)
                 if self._ended:
                     return
                 chores, lane.chores = lane.chores, []

@@ -1,10 +1,9 @@
-"""Load, warm up and measure the pipelines of a server, for one lane with all cores or for several."""
+"""Load, warm up and measure the pipelines of a server, in each of its lanes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,24 +15,14 @@ from sdflow.manifest import read_manifest
 from sdflow.processes.workers import limit_memory
 from sdflow.runtime.memory_limit import most_pixels_of
 from sdflow.serve.engine.pulse import LEAST_SECONDS, TIMES, Patience
-from sdflow.serve.engine.waiting import Waiting, worthwhile_sizes
+from sdflow.serve.engine.waiting import worthwhile_sizes
 from sdflow.serve.jobs import Failed, Image, Job, Message
 from sdflow.targets import find_target
 
 if TYPE_CHECKING:
+    from sdflow.runtime.pipeline import Pipeline
     from sdflow.serve.engine.served_pipeline import ServedPipeline
     from sdflow.serve.jobs import WorkerOptions
-
-MOST_LANES = 8
-
-SMALL_SECONDS = 0.1
-"""Try several lanes only for faster denoiser runs: larger models use all cores, and each lane needs their memory."""
-
-GAIN = 0.95
-"""Several lanes must take at most this fraction of one lane's time."""
-
-ROUNDS, STEPS = 2, 8
-"""Rounds of images by which lanes are compared, and steps of each image."""
 
 MEASURED_RUNS = 5
 """Denoiser runs per batch size."""
@@ -50,23 +39,17 @@ class LoadedLane:
 
 
 def load_lanes(options: WorkerOptions) -> list[LoadedLane]:
-    """Load as many lanes as configured, or as a measurement finds best. Raises VerificationError if a pipeline cannot
-    generate, UsageError for several lanes on a GPU."""
-    threads = options.threads or cores() or 1
-    one = _load(options, options.threads)
-    on_device = [name for name, each in one.pipelines.items() if each.base.place.stream is not None]
-    if on_device and (options.lanes or 1) > 1:
-        raise UsageError(
-            f"{on_device[0]} draws on a GPU, which has one lane",
-            where="--lanes",
-            remedy="Leave it out: batches fill it.",
-        )
-    count = options.lanes or min(threads, MOST_LANES)
-    measured = options.lanes is None
-    if count == 1 or on_device or (measured and any(each[1] >= SMALL_SECONDS for each in one.seconds.values())):
-        return [one]
-    several = [_load(options, max(1, threads // count)) for _ in range(count)]
-    return [one] if measured and not all(_pays(several, one, name) for name in one.pipelines) else several
+    """Load each lane, with its share of the threads. Raises VerificationError if a pipeline cannot generate, UsageError
+    for several lanes on a GPU."""
+    if options.lanes == 1:
+        return [_load(options, options.threads)]
+    threads = max(1, (options.threads or cores() or 1) // options.lanes)
+    found = [_load(options, threads)]
+    for name, each in found[0].pipelines.items():
+        if each.base.place.stream is not None:
+            words = f"{name} runs on a GPU, which has one lane"
+            raise UsageError(words, where="--lanes", remedy="Omit it: batching fills the GPU.")
+    return found + [_load(options, threads) for _ in range(options.lanes - 1)]
 
 
 def _load(options: WorkerOptions, threads: int | None) -> LoadedLane:
@@ -80,7 +63,7 @@ def load(folder: Path, threads: int | None, options: WorkerOptions) -> ServedPip
     """Load a pipeline with these options. Raises like `ServedPipeline.load`."""
     from sdflow.serve.engine.served_pipeline import ServedPipeline
 
-    made = ServedPipeline.load(folder, threads, options.checker, options.embeddings)
+    made = ServedPipeline.load(folder, threads, options.checker, options.embeddings, options.gpu_share)
     for stage in made.stages:
         stage.most_chunks = options.chunks
     return made
@@ -116,35 +99,6 @@ def patience_of(lane: LoadedLane, options: WorkerOptions, pixels: Mapping[str, i
     return Patience(max(LEAST_SECONDS, min(measured, options.deadline)), max(LEAST_SECONDS, options.deadline), pixels)
 
 
-def _pays(several: Sequence[LoadedLane], one: LoadedLane, name: str) -> bool:
-    """Whether several lanes finish the same number of images sooner than one. Other load on the machine distorts this,
-    so the server measures again later."""
-    images = max(max(one.seconds[name]), sum(max(each.seconds[name]) for each in several))
-    for lane in several:
-        _seconds_for([lane], name, 1)  # warm up
-    rounds = [(_seconds_for(several, name, images), _seconds_for([one], name, images)) for _ in range(ROUNDS)]
-    return min(together for together, _ in rounds) < GAIN * min(alone for _, alone in rounds)
-
-
-def _seconds_for(lanes: Sequence[LoadedLane], name: str, images: int) -> float:
-    """Return the seconds that these lanes take for this many images of a few steps."""
-    from sdflow.serve.engine.engine import Engine
-
-    job, waiting = warm_up_job(name, lanes[0].pipelines[name]), Waiting()
-    steps = {"num_inference_steps": max(STEPS, job.arguments["num_inference_steps"])}
-    for number in range(images):
-        waiting.add(replace(job, index=number, arguments=steps))
-
-    def draw(lane: LoadedLane) -> None:
-        seconds = {name: lane.seconds[name]}
-        Engine(lambda job: lane.pipelines[name], seconds, lambda message: None, waiting=waiting).run_all()
-
-    begun = time.perf_counter()
-    with ThreadPoolExecutor(len(lanes)) as pool:
-        list(pool.map(draw, lanes))
-    return time.perf_counter() - begun
-
-
 def warm(name: str, pipeline: ServedPipeline, options: WorkerOptions) -> dict[int, float]:
     """Generate one image to warm up, and return the seconds of a denoiser run by batch size."""
     from sdflow.serve.engine.engine import Engine
@@ -155,7 +109,7 @@ def warm(name: str, pipeline: ServedPipeline, options: WorkerOptions) -> dict[in
     engine.run_all()
     for failed in said:
         if isinstance(failed, Failed):
-            raise VerificationError(f"cannot draw: {failed.what}", where=str(options.pipelines.get(name, name)))
+            raise VerificationError(f"cannot generate: {failed.what}", where=str(options.pipelines.get(name, name)))
     return measured_seconds(pipeline, options.batch_sizes)
 
 
@@ -194,6 +148,12 @@ def warm_up_job(name: str, pipeline: ServedPipeline) -> Job:
     return Job("warm-up", 0, name, "a warm-up", 0, arguments=steps, image=image, mask=mask)
 
 
+def _most_pixels(stage: Pipeline) -> int:
+    places = stage.submodels[stage.family.denoiser].residency
+    available = None if places is None else places.room()  # a share of a GPU, or what weights that take turns leave
+    return most_pixels_of(stage.family, stage.configs, available, device=stage.place.device)
+
+
 @dataclass(frozen=True)
 class Room:
     """Pixels per image by pipeline. own: the model's own size. most: the maximum."""
@@ -217,9 +177,7 @@ class Room:
 
     def add(self, name: str, loaded: ServedPipeline) -> None:
         self.own[name] = loaded.base.latents.image_size**2
-        self.most[name] = min(
-            most_pixels_of(stage.family, stage.configs, device=stage.place.device) for stage in loaded.stages
-        )
+        self.most[name] = min(_most_pixels(stage) for stage in loaded.stages)
 
     def share(self, job: Job) -> float:
         """Return the fraction of memory that an image takes; 0 up to the model's own size, which always fits."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from sdflow.families.shared.defaults import Task
+from sdflow.machine.memory import device_bytes
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.denoiser.control import Control
 from sdflow.runtime.drawing.drawing import Drawing
@@ -63,15 +64,23 @@ class ServedPipeline:
 
     @classmethod
     def load(
-        cls, folder: Path, threads: int | None = None, checker: bool = True, embeddings: Path | None = None
+        cls,
+        folder: Path,
+        threads: int | None = None,
+        checker: bool = True,
+        embeddings: Path | None = None,
+        gpu_share: float | None = None,
     ) -> ServedPipeline:
-        """Load a pipeline folder for its target. embeddings: textual inversion files. Raises like `Pipeline.load`."""
+        """Load a pipeline folder for its target. embeddings: textual inversion files. gpu_share: fraction of the GPU's
+        memory that this process may use, for the target cuda; None: all. Raises like `Pipeline.load`."""
         origin = read_manifest(folder).origin
         target = find_target(origin.target, str(folder / MANIFEST_FILE))
         recorded, family = recorded_tuning(folder, target).tuning, folder_family(folder)
         tuning = replace(recorded, session={**RESTING, **recorded.session})
         options: dict[str, Any] = {"threads": threads, "checker": checker, "tuning": tuning}
         options["embeddings"] = [] if embeddings is None else [embeddings]
+        if gpu_share is not None and target.name == "cuda":
+            options["device_memory"] = int(gpu_share * device_bytes("cuda"))
 
         loading = LoadOptions(threads=threads, tuning=tuning)
         reload = partial(load_submodel, target=target, family=family, lazy=True, options=loading)

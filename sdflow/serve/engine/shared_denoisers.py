@@ -39,9 +39,9 @@ class SharedDenoisers(DenoiserSource):
         self.room = math.inf
         self.why_alone: str | None = None
         if pipeline.nets:
-            self.why_alone = "its ControlNets are run for each image by itself"
+            self.why_alone = "its ControlNets run once per image"
         elif common := common_inputs(self._model):
-            self.why_alone = f"all images of a run would share {common[0]}"
+            self.why_alone = f"all images of a batch would share {common[0]}"
 
     def get(self, request: DenoiserRequest) -> Denoiser:
         images, _, rows, columns = request.shape

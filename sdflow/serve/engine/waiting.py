@@ -7,7 +7,6 @@ large one is running. Smaller images overtake it meanwhile; other large ones do 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 from sdflow.serve.jobs import Job
@@ -26,8 +25,6 @@ class Waiting:
         self._jobs: list[Job] = []
         self._share = share
         self._taken: list[Job] = []
-        self.drawn, self.last = 0, time.monotonic()
-        """Number of images that have finished, and when the last one did."""
         self.changed = threading.Condition(threading.RLock())
 
     def __len__(self) -> int:
@@ -38,11 +35,6 @@ class Waiting:
         """Queued jobs, oldest first."""
         with self.changed:
             return tuple(self._jobs)
-
-    @property
-    def busy(self) -> bool:
-        """Whether any image is queued or running."""
-        return bool(self._jobs or self._taken)
 
     @property
     def pipelines(self) -> frozenset[str]:
@@ -82,7 +74,6 @@ class Waiting:
         with self.changed:
             if job in self._taken:
                 self._taken.remove(job)
-                self.drawn, self.last = self.drawn + 1, time.monotonic()
 
 
 def next_batch(images: int, seconds: Mapping[int, float]) -> int:

@@ -21,13 +21,13 @@ class Addition(Strict):
     """A pipeline to add or reload."""
 
     id: str = Field(
-        max_length=255, description="Its folder's name below the server's --pipeline-folder, or one that is served."
+        max_length=255, description="Name of a folder in the server's --pipeline-folder, or of a served pipeline."
     )
 
 
 def require_admin(request: Request) -> None:
     if not request.state.caller.administers:
-        raise ApiError(403, "this takes a key of those who administer the server.", code="admin_key_required")
+        raise ApiError(403, "This request requires an administrator's key.", code="admin_key_required")
 
 
 def admin_routes(settings: Settings, drawing: Drawing) -> APIRouter:
@@ -35,11 +35,11 @@ def admin_routes(settings: Settings, drawing: Drawing) -> APIRouter:
     routes, loras, models = APIRouter(prefix="/v1"), settings.loras, settings.models
     admin = [Depends(require_admin)]
 
-    @routes.get("/loras", tags=["LoRAs"], summary="Those that are there")
+    @routes.get("/loras", tags=["LoRAs"], summary="List LoRAs")
     async def listed() -> dict[str, Any]:
         return {"object": "list", "data": await run_in_threadpool(loras.to_json)}
 
-    words = "Send one; it is there until the server ends"
+    words = "Upload a LoRA; it is kept until the server stops"
 
     @routes.post("/loras", tags=["LoRAs"], summary=words, status_code=201, dependencies=admin)
     async def sent(request: Request) -> dict[str, Any]:
@@ -49,11 +49,11 @@ def admin_routes(settings: Settings, drawing: Drawing) -> APIRouter:
             async with request.form(max_files=1, max_fields=4) as form:
                 file, name = form.get("file"), form.get("name")
                 if not isinstance(file, UploadFile):
-                    raise invalid("file", "there is no file.", code="missing")
+                    raise invalid("file", "the form has no file.", code="missing")
                 named = name if isinstance(name, str) else file.filename or ""
                 return await run_in_threadpool(loras.add, named, file.file)
 
-    words = "Offer it no more; a file of the server's folder stays on disk"
+    words = "Remove a LoRA; files in the server's folder stay on disk"
 
     @routes.delete("/loras/{name}", tags=["LoRAs"], summary=words, dependencies=admin)
     async def removed(name: str) -> dict[str, Any]:
@@ -62,21 +62,23 @@ def admin_routes(settings: Settings, drawing: Drawing) -> APIRouter:
 
     def additions() -> Additions:
         if settings.additions is None:
-            raise ApiError(400, "a server on a cluster keeps its pipelines: deploy it again.", code="not_supported")
+            raise ApiError(
+                400, "The pipelines of a server on a cluster cannot change; deploy it again.", code="not_supported"
+            )
         return settings.additions
 
-    words = "Add a pipeline of the server's folder, or read one again"
+    words = "Add a pipeline from the server's folder, or reload one"
 
     @routes.post("/models", tags=["Pipelines"], summary=words, status_code=201, dependencies=admin)
     async def added(wanted: Addition) -> dict[str, Any]:
         if wanted.id in models.aliases:
-            raise invalid("id", f"{wanted.id} is an alias here: take the pipeline's own name.")
+            raise invalid("id", f"{wanted.id} is an alias; use the pipeline's own name.")
         model = await run_in_threadpool(additions().read, wanted.id, models.get(wanted.id))
         await drawing.load(model.name, model.folder.absolute())
         models.put(model)
         return model.to_json(drawing.most_pixels(model.name))
 
-    words = "Offer it no more; what was begun with it is finished"
+    words = "Remove a pipeline; its running requests finish"
 
     @routes.delete("/models/{name}", tags=["Pipelines"], summary=words, dependencies=admin)
     async def dropped(name: str) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def _responses(method: str, path: str, own: dict[str, Any]) -> dict[str, Any]:
         if path in STREAMED:
             content["text/event-stream"] = {"example": _EXAMPLES["streamed"]}
         good = next(status for status in own if status.startswith("2"))
-        found[good] = {"description": "As in the example.", "content": content}
+        found[good] = {"description": "Success; see the example.", "content": content}
     for status in _refusals(method, path):
         error = dict(_EXAMPLES["refusals"][status])
         about, example = error.pop("when"), ApiError(status, **error).body(path)

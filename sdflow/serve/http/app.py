@@ -61,7 +61,7 @@ def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None
     def hear(message: Message) -> None:
         drawing.hear(message)
         if isinstance(message, Lost):
-            settings.log("worker lost", kind=message.kind, what=message.what, where=message.where)
+            settings.log("worker_lost", kind=message.kind, what=message.what, where=message.where)
         elif isinstance(message, Ready):
             settings.log("ready", pipelines=drawing.found)
         elif isinstance(message, Loaded):
@@ -88,7 +88,7 @@ def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None
     app = FastAPI(
         title="sdflow",
         version=__version__,
-        description="Images from the pipelines that sdflow built: OpenAI's images API, and what clients of A1111's webui call.",
+        description="Generate images with pipelines built by sdflow: OpenAI's images API, and the API of A1111's webui.",
         lifespan=lifespan,
         docs_url=None,  # FastAPI's page loads from a CDN and cannot send the key
         redoc_url=None,
@@ -113,19 +113,19 @@ def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None
 
 def _own_routes(app: FastAPI, drawing: Drawing, metrics: Metrics) -> None:
     @app.head("/healthz", include_in_schema=False)
-    @app.get("/healthz", tags=["Server"], summary="Whether the server answers")
+    @app.get("/healthz", tags=["Server"], summary="Liveness probe")
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
     @app.head("/readyz", include_in_schema=False)
-    @app.get("/readyz", tags=["Server"], summary="Whether it draws: 200, else 503")
+    @app.get("/readyz", tags=["Server"], summary="Readiness probe: 200, or 503 while loading or draining")
     async def readyz() -> Response:
         if drawing.ready:
             return JSONResponse({"status": "ready", "pipelines": drawing.found})
         status = "draining" if drawing.draining else "loading"
         return JSONResponse({"status": status}, 503, {"Retry-After": "5"})
 
-    @app.get("/metrics", tags=["Server"], summary="For Prometheus")
+    @app.get("/metrics", tags=["Server"], summary="Prometheus metrics")
     async def figures() -> Response:
         metrics.ready.set(int(drawing.ready))  # also 0 while draining
         return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4")
@@ -149,11 +149,11 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     elif isinstance(error, RequestValidationError | ValidationError):
         found = of_validation(error, request.headers.get("content-type", ""))
     elif isinstance(error, HTTPException):
-        words = f"there is no {path} here." if error.status_code == 404 else f"{error.detail.rstrip('.')}."
+        words = f"{path} does not exist." if error.status_code == 404 else f"{error.detail.rstrip('.')}."
         found = ApiError(error.status_code, words)
         found.headers = error.headers
     elif isinstance(error, ClientDisconnect):
-        found = ApiError(499, "the client has gone away.")
+        found = ApiError(499, "the client disconnected.")
     else:
-        found = ApiError(500, "The server failed at this request; its log says why.")
+        found = ApiError(500, "Internal error; see the server's log.")
     return JSONResponse(found.body(path), found.status, found.headers)

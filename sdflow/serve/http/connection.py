@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from typing import Any
 
 import h11
@@ -11,6 +12,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.guard import transfer_seconds
+from sdflow.serve.log import log_line
 
 HEAD_SECONDS = 10.0
 """Timeout for a request head. uvicorn has none, and each waiting connection uses a file descriptor."""
@@ -65,10 +67,12 @@ class Connection(H11Protocol):
         """Send the reason and ignore the client's data."""
         self._refused = True
         self.connections.discard(self)
-        error = ApiError(503, "the server has reached its limit of connections.", retry_after=RETRY_SECONDS)
+        error = ApiError(503, "Too many open connections.", retry_after=RETRY_SECONDS)
         response = json.dumps(error.body())
+        request = uuid.uuid4().hex
         head = f"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: {len(response)}\r\n"
-        head += f"Retry-After: {RETRY_SECONDS}\r\nContent-Type: application/json\r\n\r\n"
+        head += f"Retry-After: {RETRY_SECONDS}\r\nContent-Type: application/json\r\nX-Request-ID: {request}\r\n\r\n"
+        log_line("connection_refused", id=request, client=self.client[0] if self.client else "")
         self.transport.write((head + response).encode())
         self.transport.write_eof()
         self.loop.call_later(REFUSED_SECONDS, self.transport.abort)

@@ -23,7 +23,6 @@ from sdflow.serve.jobs import (
     Load,
     Loaded,
     Lost,
-    Measured,
     Message,
     OfImage,
     Order,
@@ -105,9 +104,6 @@ class Drawing:
                 self._note(message.name, message.found)
             words = f"{message.name} cannot be loaded: {message.error}."
             self._end_loading(message.name, invalid("id", words) if message.found is None else None)
-        elif isinstance(message, Measured):
-            if self.found is not None and message.name in self.found:
-                self._note(message.name, message.found)
         elif isinstance(message, Lost):
             self.found = None
             for name in tuple(self._loading):
@@ -140,7 +136,7 @@ class Drawing:
         """Have the worker load a pipeline. Raises ApiError if it cannot."""
         self.require_place(0)
         if name in self._loading:
-            raise ApiError(409, f"{name} is being loaded already.", param="id", code="loading")
+            raise ApiError(409, f"{name} is already being loaded.", param="id", code="loading")
         number, loading = next(self._orders), asyncio.get_running_loop().create_future()
         self._loading[name] = number, loading
         self.send(Load(name, folder, number))
@@ -148,7 +144,7 @@ class Drawing:
 
     def drop(self, name: str) -> None:
         """Have the worker unload a pipeline after its open requests finish."""
-        words = f"{name} was removed while it was being loaded."
+        words = f"{name} was removed while it was loading."
         self._end_loading(name, ApiError(409, words, param="id", code="loading"))
         self.send(Drop(name))
         self.found = None if self.found is None else {each: self.found[each] for each in self.found if each != name}
@@ -174,12 +170,12 @@ class Drawing:
     def require_place(self, images: int) -> None:
         """Raise ApiError if this many more images cannot be accepted now."""
         if self.draining:
-            raise self._refusal("draining", 503, "The server is about to end: it takes no more.", RESTART_SECONDS)
+            raise self._refusal("draining", 503, "The server is shutting down.", RESTART_SECONDS)
         if self.found is None:
-            raise self._refusal("not_ready", 503, "The pipelines are being loaded.", RESTART_SECONDS)
+            raise self._refusal("not_ready", 503, "The pipelines are still loading.", RESTART_SECONDS)
         if self.images + images > self._limits.queue:
             seconds = self._seconds_until(min(self.images, self.images + images - self._limits.queue))
-            words = f"{self.images} images are drawn or wait, and {self._limits.queue} may. Try again in {seconds} s."
+            words = f"The queue is full: {self.images} of {self._limits.queue} images. Try again in {seconds} s."
             raise self._refusal("queue_full", 429, words, seconds)
 
     def _seconds_until(self, ended: int) -> int:
@@ -244,7 +240,7 @@ class Drawing:
                 if message is not None:
                     yield message
         except TimeoutError as error:
-            raise self._refusal("deadline", 504, f"It was not drawn within {self._limits.seconds:g} s.", 1) from error
+            raise self._refusal("deadline", 504, f"Not finished within {self._limits.seconds:g} s.", 1) from error
         finally:
             del self._requests[request]
             if waiting.open or waiting.count < len(jobs):
@@ -252,5 +248,5 @@ class Drawing:
 
 
 def _lost(message: Lost) -> ApiError:
-    words = f"The process that draws ended: {message.what}. It is started again."
+    words = f"The worker process ended: {message.what}. It is being restarted."
     return ApiError(503, words, code="worker_lost", retry_after=RESTART_SECONDS)

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
+from starlette.applications import Starlette
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.routing import BaseRoute, Router
+from starlette.types import Message, Receive, Scope, Send
 
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.keys import Access, Caller
@@ -62,11 +64,25 @@ class Guard:
     """Middleware around the whole application. drawing: open requests, for the server's shutdown."""
 
     def __init__(
-        self, app: ASGIApp, settings: Settings, metrics: Metrics, drawing: Drawing, tracing: Tracing | None
+        self, app: Starlette, settings: Settings, metrics: Metrics, drawing: Drawing, tracing: Tracing | None
     ) -> None:
         self._app, self._settings, self._metrics, self._tracing = app, settings, metrics, tracing
         self.drawing = drawing
         self._in_memory = 0  # body bytes of all open requests
+
+    @property
+    def routes(self) -> list[BaseRoute]:
+        """The application's routes, by which Ray Serve names requests in its metrics."""
+        return self._app.routes
+
+    @property
+    def router(self) -> Router:
+        """The application's router, likewise."""
+        return self._app.router
+
+    def add_exception_handler(self, kind: type[Exception], handler: Any) -> None:
+        """Have the application answer exceptions of this kind with `handler`. Ray Serve adds one for its own."""
+        self._app.add_exception_handler(kind, handler)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -112,7 +128,7 @@ class Guard:
             scope["state"]["caller"] = _caller(self._settings.access, scope["method"], path, headers)
             length = headers.get(b"content-length", b"0")
             if not length.isdigit():
-                raise ApiError(400, "Content-Length is no number.")
+                raise ApiError(400, "Content-Length is not a number.")
             if len(length.lstrip(b"0")) > MOST_DIGITS or int(length) > most:
                 raise _too_large(most)
         except ApiError as error:
@@ -130,9 +146,9 @@ class Guard:
                 async with asyncio.timeout_at(end):
                     message = await receive()
             except TimeoutError:
-                raise self._refusal(ApiError(408, "the request took too long to arrive.", code="too_slow")) from None
+                raise self._refusal(ApiError(408, "The request took too long to arrive.", code="too_slow")) from None
             if message["type"] == "http.disconnect" and not whole:
-                raise ApiError(499, "the client has gone away.")
+                raise ApiError(499, "the client disconnected.")
             more = len(message.get("body", b""))
             size, whole = size + more, not message.get("more_body", False)
             if size > most:
@@ -141,7 +157,7 @@ class Guard:
                 held += more
                 self._in_memory += more
                 if self._in_memory > 8 * limits.body:
-                    words = "the requests in memory have reached their limit. Try again."
+                    words = "Too many large requests at once. Try again."
                     raise self._refusal(ApiError(503, words, code="overloaded", retry_after=5))
             return message
 
@@ -160,14 +176,14 @@ def _caller(access: Access, method: str, path: str, headers: Mapping[bytes, byte
     host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
     # Block cross-site requests and DNS rebinding.
     if access.hosts is not None and _parts(f"//{host}").hostname not in access.hosts:
-        raise ApiError(403, f"this server does not accept the Host {host!r}.", code="host")
+        raise ApiError(403, f"Host {host!r} is not allowed; see --allowed-host.", code="host")
     if origin and origin not in access.origins and _parts(origin).netloc != host:
-        raise ApiError(403, f"requests from pages of {origin} are not allowed: see --cors-origin.", code="origin")
+        raise ApiError(403, f"Origin {origin} is not allowed; see --cors-origin.", code="origin")
     caller = access.caller(headers.get(b"authorization", b""))
     # CORS preflight requests carry no key.
     asks_first = method == "OPTIONS" and origin in access.origins and b"access-control-request-method" in headers
     if caller is None and not asks_first and path not in OPEN and not path.startswith(PAGE):
-        raise ApiError(401, "the key is missing or wrong: Authorization: Bearer KEY.", code="invalid_api_key")
+        raise ApiError(401, "Missing or invalid key; send Authorization: Bearer KEY.", code="invalid_api_key")
     return caller or Caller("", administers=False)
 
 
@@ -186,7 +202,7 @@ def _parts(url: str) -> SplitResult:
 
 
 def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the request has more than {most} bytes.", code="body_too_large")
+    return ApiError(413, f"The request is larger than {most} bytes.", code="body_too_large")
 
 
 def transfer_seconds(size: int) -> float:

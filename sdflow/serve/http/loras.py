@@ -49,7 +49,7 @@ class Loras:
     ) -> None:
         """Raises UsageError if the folder does not exist."""
         if folder is not None and not folder.is_dir():
-            raise UsageError("there is no such folder", where=str(folder), remedy="Name one with --loras.")
+            raise UsageError("no such folder", where=str(folder), remedy="Check the path of --loras.")
         self.folder, self.sent_below, self.require_fit, self.limits = folder, sent_below, require_fit, limits
         remove_abandoned_scratch(sent_below)  # left by killed servers
         self._closing = contextlib.ExitStack()
@@ -90,12 +90,12 @@ class Loras:
         files, found = self.files(), []
         for name, scale in wanted:
             if name not in files:
-                known = ", ".join(files) or "there is none"
-                raise invalid("loras", f"no LoRA is named {name!r} here: {known}.", code="lora_not_found")
+                known = ", ".join(files) or "none"
+                raise invalid("loras", f"no LoRA named {name!r}; available: {known}.", code="lora_not_found")
             try:
                 sha256 = _look_at(files[name])[1]
             except (CheckpointError, OSError) as error:
-                raise invalid("loras", f"{name} is no LoRA: {_reason(error)}.") from error
+                raise invalid("loras", f"{name} is not a LoRA: {_reason(error)}.") from error
             found.append(LoraFile(name, str(files[name].absolute()), sha256, scale))
         return tuple(found)
 
@@ -104,13 +104,13 @@ class Loras:
         """Reserve room for an upload of this many bytes while it is received, in the event loop's thread. Raises
         ApiError if there is no room or too many uploads are in progress."""
         if len(self._receiving) >= AT_ONCE:
-            words = f"{AT_ONCE} LoRAs are being uploaded already. Try again when they are done."
+            words = f"{AT_ONCE} LoRAs are already being uploaded. Try again later."
             raise ApiError(503, words, code="overloaded", retry_after=5)
         sent, limits = [path.stat().st_size for path in self._sent.glob(f"*{_SUFFIX}")], self.limits
         if len(sent) + len(self._receiving) >= limits.uploads:
-            raise _no_room(f"{len(sent)} LoRAs are uploaded, and the limit is {limits.uploads}")
+            raise _no_room(f"at most {limits.uploads} LoRAs can be uploaded")
         if sum(sent) + sum(self._receiving) + size > limits.upload_bytes:
-            raise _no_room(f"all uploaded LoRAs may have {limits.upload_bytes} bytes, and this one exceeds that")
+            raise _no_room(f"uploaded LoRAs can have at most {limits.upload_bytes} bytes in total")
         self._receiving.append(size)
         try:
             yield
@@ -122,7 +122,9 @@ class Loras:
         pipeline, or the disk is full; then nothing of it is kept."""
         name = name.removesuffix(_SUFFIX)
         if not _NAME.fullmatch(name):
-            raise invalid("name", "a name has letters, digits, spaces and any of _.+- only, 100 at most.")
+            raise invalid(
+                "name", "a name has at most 100 letters, digits, spaces and _.+-, and starts with a letter or digit."
+            )
         if name in self.files():
             raise _taken(name)
         path = self._sent / f"{uuid.uuid4().hex}.part"
@@ -132,14 +134,12 @@ class Loras:
             try:
                 sha256, submodels = digest_file(path), lora_submodels(path)
             except CheckpointError as error:
-                raise invalid("file", f"this is no LoRA: {error.what}.", code="invalid_lora") from error
+                raise invalid("file", f"not a LoRA: {error.what}.", code="invalid_lora") from error
             try:
                 if self.require_fit is not None:
                     self.require_fit(path)
             except (CheckpointError, UsageError) as error:
-                raise invalid(
-                    "file", f"no pipeline here can draw with it: {error.what}.", code="invalid_lora"
-                ) from error
+                raise invalid("file", f"it fits none of the pipelines: {error.what}.", code="invalid_lora") from error
             size = path.stat().st_size
             with self._naming:
                 if name in self.files():  # taken meanwhile
@@ -158,7 +158,7 @@ class Loras:
         with self._naming:
             path = self.files().get(name)
             if path is None:
-                raise ApiError(404, f"no LoRA is named {name!r} here.", code="lora_not_found")
+                raise ApiError(404, f"no LoRA named {name!r}.", code="lora_not_found")
             if path.parent == self._sent:
                 path.unlink()
             else:
@@ -187,4 +187,4 @@ def _no_room(why: str) -> ApiError:
 
 
 def _taken(name: str) -> ApiError:
-    return ApiError(409, f"a LoRA is named {name} already.", param="name", code="lora_exists")
+    return ApiError(409, f"a LoRA named {name} already exists.", param="name", code="lora_exists")

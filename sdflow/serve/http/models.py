@@ -21,13 +21,13 @@ class Models(Mapping[str, ServedModel]):
         """Raises UsageError if an alias or the default names no pipeline, or an alias equals a pipeline's name."""
         self._models, self.aliases, self._default = dict(models), dict(aliases or {}), default
         if both := self._models.keys() & self.aliases.keys():
-            words = f"a pipeline is named {min(both)!r} itself"
-            raise UsageError(words, where="--alias", remedy="Take another name for the alias.")
+            words = f"a pipeline has the name {min(both)!r}"
+            raise UsageError(words, where="--alias", remedy="Choose another alias.")
         wanted = [("--alias", name) for name in self.aliases.values()]
         for option, name in [*wanted, *([] if default is None else [("--default", default)])]:
             if name not in self._models:
-                remedy = f"Take one of {', '.join(self._models)}."
-                raise UsageError(f"no pipeline is named {name!r}", where=option, remedy=remedy)
+                remedy = f"Choose one of {', '.join(self._models)}."
+                raise UsageError(f"no pipeline named {name!r}", where=option, remedy=remedy)
 
     def __getitem__(self, name: str) -> ServedModel:
         return self._models[name]
@@ -45,7 +45,7 @@ class Models(Mapping[str, ServedModel]):
         """Return the pipeline of this name or alias. Raises ApiError."""
         if (found := self.named(name)) is None:
             known = ", ".join([*self, *self.aliases])
-            words = f"no pipeline is named {name!r} here, only {known}." if known else "there is no pipeline here."
+            words = f"no pipeline named {name!r}; available: {known}." if known else "this server has no pipelines."
             raise ApiError(404, words, param="model", code="model_not_found")
         return found
 
@@ -61,7 +61,7 @@ class Models(Mapping[str, ServedModel]):
     def remove(self, name: str) -> None:
         """Remove a pipeline. Raises ApiError if there is none of this name."""
         if self._models.pop(name, None) is None:
-            raise ApiError(404, f"no pipeline is named {name!r} here.", param="model", code="model_not_found")
+            raise ApiError(404, f"no pipeline named {name!r}.", param="model", code="model_not_found")
 
 
 @dataclass(frozen=True)
@@ -81,16 +81,16 @@ class Additions:
         except SdflowError as error:
             raise invalid("id", f"{name} cannot be served: {error.what}.", code="invalid_pipeline") from error
         if found.name != name:
-            words = f"{name} is a link to the pipeline {found.name}: add it by that name."
+            words = f"{name} is a link to the pipeline {found.name}; add it by that name."
             raise invalid("id", words, code="invalid_pipeline")
         return found
 
     def _find(self, name: str) -> Path:
         if self.folder is None:
-            raise invalid("id", "pipelines can be added only to a server with --pipeline-folder.")
+            raise invalid("id", "adding pipelines requires --pipeline-folder.")
         if not name or name in (".", "..") or set(name) & set("/\\:") or not (self.folder / name).is_dir():
             there = ", ".join(sorted(path.parent.name for path in self.folder.glob("*/sdflow.json"))) or "none"
-            raise ApiError(404, f"no pipeline is named {name!r} in the server's folder, only {there}.", param="id")
+            raise ApiError(404, f"no pipeline named {name!r} in the server's folder; available: {there}.", param="id")
         return self.folder / name
 
 
@@ -103,6 +103,8 @@ def read_aliases(texts: list[str]) -> dict[str, str]:
     for text in texts:
         alias, equals, name = text.partition("=")
         if not (alias and equals and name):
-            raise UsageError(f"{text!r} is no alias", where="--alias", remedy="Write ALIAS=PIPELINE as dall-e-3=sdxl.")
+            raise UsageError(
+                f"{text!r} is not an alias", where="--alias", remedy="Write ALIAS=PIPELINE, such as dall-e-3=sdxl."
+            )
         found[alias] = name
     return found

@@ -29,7 +29,7 @@ from sdflow.serve.limits import Limits
 
 Result = TypeVar("Result")
 
-EXACT_ONLY = "a server draws exact images; `sdflow generate` takes this"
+EXACT_ONLY = "not available on a server, only in `sdflow generate`"
 
 NO_USAGE = {
     "input_tokens": 0,
@@ -43,11 +43,11 @@ NO_USAGE = {
 def openai_routes(settings: Settings, drawing: Drawing) -> APIRouter:
     routes = APIRouter(prefix="/v1", tags=["OpenAI"])
 
-    @routes.get("/models", summary="The pipelines, and whether they are verified", operation_id="listModels")
+    @routes.get("/models", summary="List pipelines, with their verification status", operation_id="listModels")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [described(model) for model in settings.models.values()]}
 
-    @routes.get("/models/{name}", summary="One pipeline", operation_id="retrieveModel")
+    @routes.get("/models/{name}", summary="Get a pipeline", operation_id="retrieveModel")
     async def model(name: str) -> dict[str, Any]:
         return described(settings.models.get_named(name))
 
@@ -84,17 +84,17 @@ def openai_routes(settings: Settings, drawing: Drawing) -> APIRouter:
             data.append({**where, **_said(job, done[job.index])})
         return JSONResponse({"created": int(time.time()), "data": data, **shared, "usage": NO_USAGE})
 
-    @routes.post("/images/generations", summary="Draw from text", operation_id="createImage")
+    @routes.post("/images/generations", summary="Generate images from text", operation_id="createImage")
     async def generations(request: Request, fields: Generation) -> Response:
         return await drawn(request, fields)
 
-    words = "Draw from an image, or into the masked part of it"
+    words = "Edit an image, or its masked part"
 
     @routes.post("/images/edits", summary=words, operation_id="createImageEdit")
     async def edits(request: Request) -> Response:
         return await drawn(request, *await read_form(request, settings.limits, Edit))
 
-    @routes.post("/images/variations", summary="Draw an image like another", operation_id="createImageVariation")
+    @routes.post("/images/variations", summary="Generate variations of an image", operation_id="createImageVariation")
     async def variations(request: Request) -> Response:
         return await drawn(request, *await read_form(request, settings.limits, Variation))
 
@@ -116,14 +116,14 @@ async def read_form(request: Request, limits: Limits, kind: type[Edit]) -> tuple
             if isinstance(value, UploadFile) and name in files:
                 files[name].append(await value.read())
             elif isinstance(value, UploadFile) or name in files:
-                raise invalid(name, f"{name} is {'a file' if name not in files else 'no file'}.")
+                raise invalid(name, f"{name} must {'not ' if name not in files else ''}be a file.")
             else:
                 texts[name] = value
     for name, most in (("image", limits.conditioning_images + 1), ("mask", 1)):
         if len(files[name]) > most:
-            raise invalid(name, f"there are {len(files[name])} of {name}, and may be {most}.")
+            raise invalid(name, f"there are {len(files[name])} files named {name}; the maximum is {most}.")
     if not files["image"]:
-        raise invalid("image", "there is no image.", code="missing")
+        raise invalid("image", "an image is required.", code="missing")
     fields = kind.model_validate(texts)
     read = {
         name: [await run_in_threadpool(read_upload, content, name, limits) for content in contents]
@@ -139,7 +139,7 @@ def require_form(request: Request) -> None:
     """Raise ApiError if the body is not a multipart form, which would contain no file."""
     kind = request.headers.get("content-type", "")
     if not kind.startswith("multipart/form-data"):
-        words = f"the body is to be a form: multipart/form-data, not {kind or 'nothing'}."
+        words = f"Content-Type must be multipart/form-data, not {kind or 'missing'}."
         raise invalid(None, words, code="unsupported_content_type")
 
 
@@ -150,12 +150,12 @@ def of_validation(error: RequestValidationError | ValidationError, content_type:
     place, kind, words = [str(each) for each in problem["loc"][of_body:]], problem["type"], problem["msg"]
     param = ".".join(place) or None
     if kind == "json_invalid":
-        param, words = None, f"the body is no JSON: {problem['ctx']['error']}"
+        param, words = None, f"the body is not valid JSON: {problem['ctx']['error']}"
     elif of_body and not place and "json" not in content_type:
-        words = f"the body is to be JSON: Content-Type application/json, not {content_type or 'nothing'}."
+        words = f"Content-Type must be application/json, not {content_type or 'missing'}."
         return invalid(None, words, code="unsupported_content_type")
     elif kind == "extra_forbidden":
-        words = EXACT_ONLY if param in (REUSE, GUIDANCE_INTERVAL) else "no such field is known"
+        words = EXACT_ONLY if param in (REUSE, GUIDANCE_INTERVAL) else "unknown field"
     elif kind == "value_error":
         words = str(problem["ctx"]["error"])  # without pydantic's "Value error, "
     code = {"missing": "missing", "extra_forbidden": "unknown_parameter"}.get(kind)
@@ -197,7 +197,7 @@ async def wanted_still(request: Request, work: Coroutine[Any, Any, Result]) -> R
     try:
         await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ApiError(499, "the client has gone away.")
+            raise ApiError(499, "the client disconnected.")
         return task.result()
     finally:
         for each in (task, leaving):

@@ -31,7 +31,7 @@ class ControlField(Strict):
     """An image for a ControlNet of the pipeline, by name. `start` and `end` are fractions of the steps."""
 
     name: str = Field(max_length=200)
-    image: str = Field(description="In base64.")
+    image: str = Field(description="Base64-encoded image file.")
     scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
     start: float = Field(0.0, ge=0, le=1)
     end: float = Field(1.0, ge=0, le=1)
@@ -40,7 +40,7 @@ class ControlField(Strict):
 class ImagePromptField(Strict):
     """An image for an IP-Adapter of the pipeline."""
 
-    image: str = Field(description="In base64.")
+    image: str = Field(description="Base64-encoded image file.")
     scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
 
 
@@ -55,35 +55,36 @@ class Fields(Strict):
     """Fields of all requests except generation settings. Those after `partial_images` are sdflow's own."""
 
     prompt: Text = Field(description="Prompt.")
-    model: str | None = Field(None, description="A pipeline of `/v1/models`. Default: the first.")
-    n: int | None = Field(1, ge=1, description="How many images.")
+    model: str | None = Field(None, description="A pipeline listed by `/v1/models`. Default: the first.")
+    n: int | None = Field(1, ge=1, description="Number of images.")
     size: str | None = Field(None, description='"auto", or width and height as "512x768". Default: the model\'s own.')
     response_format: Literal["b64_json", "url"] | None = Field(
-        None, description="url: a data URL, which holds the image itself. The server keeps no image."
+        None, description="`url` returns data URLs, because the server stores no images."
     )
     output_format: Literal["png", "jpeg", "webp"] | None = "png"
-    output_compression: int | None = Field(None, ge=0, le=100, description="The quality of jpeg and webp.")
-    quality: str | None = Field(None, description="Has no effect: see `steps`.")
-    style: str | None = Field(None, description="Has no effect.")
+    output_compression: int | None = Field(None, ge=0, le=100, description="Quality of JPEG and WebP.")
+    quality: str | None = Field(None, description="Ignored; use `steps`.")
+    style: str | None = Field(None, description="Ignored.")
     background: Literal["auto", "opaque"] | None = None
-    moderation: str | None = Field(None, description="Has no effect.")
-    user: str | None = Field(None, description="Has no effect.")
-    stream: bool | None = Field(False, description="Answer with server-sent events.")
-    partial_images: int | None = Field(None, ge=0, description="How many unfinished images are sent on the way.")
+    moderation: str | None = Field(None, description="Ignored.")
+    user: str | None = Field(None, description="Ignored.")
+    stream: bool | None = Field(False, description="Stream the response as server-sent events.")
+    partial_images: int | None = Field(None, ge=0, description="Number of previews per image in a stream.")
 
     loras: Annotated[list[Lora], BeforeValidator(_from_json)] = Field(
-        default_factory=list, description="LoRAs of `/v1/loras`."
+        default_factory=list, description="LoRAs listed by `/v1/loras`."
     )
     control: Annotated[list[ControlField], BeforeValidator(_from_json)] = Field(
         default_factory=list, description="Images for the pipeline's ControlNets."
     )
     image_prompts: Annotated[list[ImagePromptField], BeforeValidator(_from_json)] = Field(
-        default_factory=list, description="Images for its IP-Adapters: all for the only one, or one for each in order."
+        default_factory=list,
+        description="Image prompts: any number for one IP-Adapter, otherwise one for each, in order.",
     )
     references: Annotated[list[str], BeforeValidator(_from_json)] = Field(
-        default_factory=list, description="Reference images in base64, for a pipeline that edits with them."
+        default_factory=list, description="Base64-encoded reference images, for pipelines that support them."
     )
-    progress: bool | None = Field(False, description="With `stream`: an event for every step, too.")
+    progress: bool | None = Field(False, description="With `stream`: also send an event for each step.")
 
     def settings(self) -> Settings:
         """Return the generation settings, without the size."""
@@ -100,7 +101,7 @@ class Generation(Fields):
 class Edit(Fields):
     """Generate images from an image, optionally only in a masked part of it. The form also carries the files."""
 
-    input_fidelity: str | None = Field(None, description="Has no effect: see `strength`.")
+    input_fidelity: str | None = Field(None, description="Ignored; use `strength`.")
 
 
 class Variation(Edit):

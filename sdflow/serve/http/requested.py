@@ -44,8 +44,8 @@ def jobs_of(
     limits.require_at_most("steps", wanted, limits.steps)
     runs = 1 if scheduler is None else SAMPLERS[parts_of(scheduler)[0]].runs
     if wanted is not None and wanted * runs > limits.steps:
-        words = f"{wanted} steps of {scheduler} take {wanted * runs} runs of the denoiser"
-        raise invalid("steps", f"{words}, and may take {limits.steps} here.")
+        words = f"{wanted} steps of {scheduler} take {wanted * runs} denoiser runs"
+        raise invalid("steps", f"{words}; the maximum is {limits.steps}.")
     limits.require_at_most("partial_images", previews, limits.previews)
     for param, value in {"prompt": fields.prompt, **settings.given()}.items():
         if isinstance(value, str):
@@ -112,23 +112,23 @@ def _require_settings(settings: Settings, model: ServedModel, image: Image | Non
     there = {"image": image, "mask": mask}
     for name in settings.given():
         if name in FAMILY_ARGUMENTS and name not in model.arguments:
-            raise invalid(name, f"{model.name} knows no {name}.")
+            raise invalid(name, f"{model.name} does not support {name}.")
         needs = ALL[name].needs
         if needs is not None and there[needs] is None:
-            raise invalid(name, f"{name} means nothing without {needs}: send one too.")
+            raise invalid(name, f"{name} has no effect without {needs}; send one too.")
     if settings.mask_blur and settings.whole:
-        raise invalid("mask_blur", "with whole nothing is kept, so that there is no edge to be soft.")
+        raise invalid("mask_blur", "mask_blur has no effect with whole, which keeps nothing of the image.")
 
 
 def _require_start(model: ServedModel, image: Image | None, mask: Image | None) -> None:
     if image is not None and not model.from_images:
         raise invalid("image", f"{model.name} has no encoder, so it cannot start from an image.")
     if model.task == "inpaint" and mask is None:
-        raise invalid("mask", f"{model.name} draws into a mask: send an image and a mask to /v1/images/edits.")
+        raise invalid("mask", f"{model.name} is an inpainting pipeline; send an image and a mask to /v1/images/edits.")
     if model.task == "image" and image is None:
-        raise invalid("image", f"{model.name} goes on from an image: send one to /v1/images/edits.")
+        raise invalid("image", f"{model.name} is an image-to-image pipeline; send an image to /v1/images/edits.")
     if model.manifest.origin.refiner is not None and mask is not None:
-        raise invalid("mask", f"{model.name} has a refiner, which would not keep what is behind a mask.")
+        raise invalid("mask", f"{model.name} has a refiner, which does not support masks.")
 
 
 def _size(

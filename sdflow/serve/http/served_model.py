@@ -132,7 +132,7 @@ def read_served(folder: Path, *, require_verified: bool = False, check: bool = T
     )
     if require_verified and model.verified is None:
         remedy = "Run its workflow with --verify, or serve it without --require-verified."
-        raise UsageError("it was not verified when it was built", where=str(folder), remedy=remedy)
+        raise UsageError("it was not verified when built", where=str(folder), remedy=remedy)
     return model
 
 
@@ -144,8 +144,8 @@ def read_all_served(
     for folder in folders:
         model = read_served(folder, require_verified=require_verified, check=check)
         if model.name in found:
-            words = f"another pipeline is named {model.name} too: {found[model.name].folder}"
-            remedy = "Requests tell them apart by the folder's name: rename one."
+            words = f"another pipeline has the name {model.name}: {found[model.name].folder}"
+            remedy = "Requests select a pipeline by its folder's name; rename one."
             raise UsageError(words, where=str(folder), remedy=remedy)
         found[model.name] = model
     return found

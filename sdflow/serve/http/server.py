@@ -77,7 +77,7 @@ def serve(settings: Settings, where: Listening, started: Callable[[str, int], No
         ssl_keyfile=where.certificate_key,
     )
     if where.certificate is not None:
-        with os_errors_as("is no certificate with its key", where.certificate):
+        with os_errors_as("is not a certificate with its key", where.certificate):
             config.load()  # reads the TLS files
 
     class Server(uvicorn.Server):
@@ -118,7 +118,7 @@ def listen(host: str, port: int) -> socket.socket:
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         return socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=both)
     except OSError as error:
-        words, remedy = f"cannot listen at {host} port {port}", "Take another port; --port 0 finds a free one."
+        words, remedy = f"cannot listen on {host} port {port}", "Use another port; --port 0 picks a free one."
         why = (error.strerror or str(error)).partition(" (while ")[0]  # where create_server repeats the address
         raise UsageError(f"{words}: {why}", where="--port", remedy=remedy) from error
 
@@ -137,7 +137,7 @@ def access_of(
     keys, admin_keys = (None if file is None else Keys(read_keys(file), file) for file in (key_file, admin_key_file))
     own = host in LOOPBACK
     if keys is None and not own and not no_auth:
-        words = f"at {host}, everyone who reaches this machine could generate images"
+        words = f"on {host}, anyone who can reach this machine could generate images"
         raise UsageError(words, where="--host", remedy="Add --api-key-file FILE, or --no-auth.")
     names = (*LOOPBACK, *(name.lower() for name in hosts)) if own or hosts else None
     return Access(keys, tuple(origin.rstrip("/") for origin in origins), names, admin_keys)

@@ -30,7 +30,7 @@ def read_upload(content: bytes, param: str, limits: Limits) -> Image:
     with opened_image(content, param) as opened:
         if opened.width * opened.height > limits.sent_pixels:
             size = f"{opened.width}x{opened.height}"
-            raise invalid(param, f"the image has {size} pixels, more than {limits.sent_pixels} in all.")
+            raise invalid(param, f"the image is {size}, more than {limits.sent_pixels} pixels.")
         turned = ImageOps.exif_transpose(opened)
         made = turned.convert("RGBA" if turned.has_transparency_data else "RGB")
         if made.mode == "RGBA" and made.getchannel("A").getextrema()[0] == 255:
@@ -50,7 +50,7 @@ def opened_image(content: bytes, param: str) -> Iterator[Any]:
     except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError, Warning) as error:
         # The message of UnidentifiedImageError contains the buffer's address.
         why = "" if isinstance(error, PIL.UnidentifiedImageError) else f": {error}"
-        words = f"cannot be read as an image of {', '.join(FORMATS)}{why}"
+        words = f"not a readable image ({', '.join(FORMATS)}){why}"
         raise invalid(param, words, code="invalid_image") from error
 
 
@@ -66,7 +66,7 @@ def decoded(text: str, param: str) -> bytes:
     try:
         return b64decode(encoded, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise invalid(param, f"is no base64: {error}", code="invalid_image") from error
+        raise invalid(param, f"not valid base64: {error}", code="invalid_image") from error
 
 
 def as_pil(image: Image) -> Any:
@@ -100,7 +100,7 @@ def start_and_references(
     if model.references and mask is None and getattr(fields, "strength", None) is None:
         return None, tuple(images)
     if len(images) > 1 and not model.references:
-        raise invalid("image", f"there are {len(images)} of image, and may be one.")
+        raise invalid("image", f"there are {len(images)} images; this pipeline takes one.")
     return (images[0] if images else None), tuple(images[1:])
 
 
@@ -111,7 +111,7 @@ def read_conditioning_images(
     image, and for images that the pipeline does not support."""
     count, param = len(references) + len(fields.references), "references" if fields.references else "image"
     if count and not model.references:
-        raise invalid(param, f"{model.name} takes no reference images.")
+        raise invalid(param, f"{model.name} does not support reference images.")
     limits.require_at_most(param, count, min(model.references, limits.conditioning_images))
     _require_nets(fields, model, limits)
     shown, param = fields.image_prompts, "image_prompts"
@@ -119,9 +119,9 @@ def read_conditioning_images(
     if shown and not model.adapters:
         raise invalid(param, f"{model.name} has no IP-Adapter.")
     if shown and model.adapters > 1 and len(shown) != model.adapters:
-        raise invalid(param, f"there are {len(shown)} images for {model.adapters} IP-Adapters.")
+        raise invalid(param, f"there are {len(shown)} images for {model.adapters} IP-Adapters; send one for each.")
     if model.adapters == 1 and len({each.scale for each in shown}) > 1:
-        raise invalid(param, "the images of one IP-Adapter share one scale.")
+        raise invalid(param, "the images of one IP-Adapter must have the same scale.")
 
     def read(text: str, param: str) -> Image:
         return as_rgb(read_base64(text, param, limits))
@@ -144,10 +144,10 @@ def _require_nets(fields: Fields, model: ServedModel, limits: Limits) -> None:
     seen = set[str]()
     for each in fields.control:
         if each.name not in model.nets:
-            there = f"only {', '.join(model.nets)}" if model.nets else "it was built without any"
-            raise invalid("control", f"{model.name} has no ControlNet {each.name!r}: {there}.")
+            there = ", ".join(model.nets) or "none"
+            raise invalid("control", f"{model.name} has no ControlNet {each.name!r}; available: {there}.")
         if each.name in seen:
-            raise invalid("control", f"the ControlNet {each.name} has two images.")
+            raise invalid("control", f"there is more than one image for the ControlNet {each.name}.")
         if each.start >= each.end:
-            raise invalid("control", f"{each.name} ends at {each.end:g}, before it begins.")
+            raise invalid("control", f"{each.name}: end must be greater than start.")
         seen.add(each.name)

@@ -39,7 +39,7 @@ def loras_in(prompt: str) -> tuple[str, list[LoraField]]:
         except ValidationError as error:
             raise invalid("prompt", f"<lora:{name}:{scale}>: {of_validation(error).message}") from error
         except ValueError as error:
-            raise invalid("prompt", f"{scale!r} is no scale of the LoRA {name}.") from error
+            raise invalid("prompt", f"{scale!r} is not a valid scale for the LoRA {name}.") from error
     return LORA.sub("", prompt).strip() if found else prompt, found
 
 
@@ -134,11 +134,11 @@ def webui_routes(settings: Settings, drawing: Drawing) -> APIRouter:
         images = [b64encode(file).decode() for file in files] if asked.send_images else []
         return {"images": images, "parameters": asked.model_dump(exclude=left_out), "info": json.dumps(info)}
 
-    @routes.post("/txt2img", summary="Draw from text")
+    @routes.post("/txt2img", summary="Generate images from text")
     async def txt2img(request: Request, asked: Text) -> dict[str, Any]:
         return await draw(request, asked)
 
-    @routes.post("/img2img", summary="Draw from an image, or into the white part of a mask")
+    @routes.post("/img2img", summary="Generate images from an image, or in the white part of a mask")
     async def img2img(request: Request, asked: FromImage) -> dict[str, Any]:
         def read(text: str, param: str) -> Image:
             return as_rgb(read_base64(text, param, settings.limits))
@@ -151,7 +151,7 @@ def webui_routes(settings: Settings, drawing: Drawing) -> APIRouter:
         mask = await run_in_threadpool(read_mask, asked.mask) if asked.mask else None
         return await draw(request, asked, image, mask)
 
-    @routes.get("/progress", summary="How far what this API is drawing is")
+    @routes.get("/progress", summary="Progress of this API's requests")
     async def progress(request: Request, skip_current_image: bool = False) -> dict[str, Any]:
         opened = seen(request)
         share = sum(each.share() for each in opened.values()) / max(1, len(opened))
@@ -179,27 +179,27 @@ def webui_routes(settings: Settings, drawing: Drawing) -> APIRouter:
             "textinfo": "Waiting..." if opened and not done else None,
         }
 
-    @routes.post("/interrupt", summary="End what this API is drawing; its images are as they are")
+    @routes.post("/interrupt", summary="Stop this API's requests and return their unfinished images")
     async def interrupt(request: Request) -> dict[str, Any]:
         for name, each in seen(request).items():
             each.interrupted = True
             drawing.interrupt(name)
         return {}
 
-    @routes.post("/skip", summary="The same for the images that have begun")
+    @routes.post("/skip", summary="Stop only the images that have started")
     async def skip(request: Request) -> dict[str, Any]:
         for name, each in seen(request).items():
             each.skipped = True
             drawing.show(name, end=True)
         return {}
 
-    @routes.get("/options", summary="The settings of requests that say nothing else")
+    @routes.get("/options", summary="Default settings of requests")
     async def options(request: Request) -> dict[str, Any]:
         found = own(request).options
         model, layers = found.sd_model_checkpoint or next(iter(settings.models), None), found.CLIP_stop_at_last_layers
         return {"sd_model_checkpoint": model, "CLIP_stop_at_last_layers": layers or 1, "sd_vae": "Automatic"}
 
-    @routes.post("/options", summary="Change them")
+    @routes.post("/options", summary="Change the default settings")
     async def set_options(request: Request, asked: Options) -> dict[str, Any]:
         settings.models.find(asked.sd_model_checkpoint)
         own(request).options = _changed(own(request).options, asked)

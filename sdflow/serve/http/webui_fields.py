@@ -41,7 +41,7 @@ class Known(BaseModel):
         for name, value in (self.model_extra or {}).items():
             off = value is None or (value in OFF[name] if name in OFF else not value)
             if not off and name not in self.WITHOUT_EFFECT and not name.startswith("hr_"):
-                raise ValueError(f"{name} {value!r:.60} is not supported by this server: leave it out")
+                raise ValueError(f"{name} {value!r:.60} is not supported by this server; omit it")
         return self
 
 
@@ -72,7 +72,7 @@ class Unit(Known):
     def field(self, start: str | None) -> ControlField:
         """Convert to the server's field. start: image of an img2img request, used if there is none. Raises ApiError."""
         if self.module not in (None, "", "none", "None"):
-            words = f"the preprocessor {self.module!r} is not supported: send its result, with the module 'none'"
+            words = f"the preprocessor {self.module!r} is not supported; send its output, with the module 'none'"
             raise _refused_unit(words)
         if self.control_mode not in (0, "Balanced"):
             raise _refused_unit(f"the control mode {self.control_mode!r} is not supported, only 'Balanced'")
@@ -87,10 +87,8 @@ class Unit(Known):
         width, height = drawn
         stretched = self.resize_mode in (0, "Just Resize", "Scale to Fit (Just Resize)")
         if not stretched and across * height != down * width:
-            words = (
-                f"the image of {self.model!r} has {across}x{down} pixels, which is not the shape of {width}x{height}"
-            )
-            raise _refused_unit(f"{words}: resize it, or send resize_mode 'Just Resize'")
+            words = f"the image of {self.model!r} is {across}x{down}, another aspect ratio than {width}x{height}"
+            raise _refused_unit(f"{words}; resize it, or send resize_mode 'Just Resize'")
 
 
 def _refused_unit(words: str) -> ApiError:
@@ -120,7 +118,9 @@ class Text(Known):
     send_images: bool = True
     override_settings: Options = Field(default_factory=Options)
     override_settings_restore_afterwards: bool = True
-    alwayson_scripts: dict[str, Any] = Field(default_factory=dict, description="Of the extensions, ControlNet only.")
+    alwayson_scripts: dict[str, Any] = Field(
+        default_factory=dict, description="Extensions; only ControlNet is supported."
+    )
 
     def settings(self) -> dict[str, Any]:
         """Return the generation settings by name, except size, seed and scheduler, which have another form here."""
@@ -133,11 +133,11 @@ class Text(Known):
         for name, script in self.alwayson_scripts.items():
             arguments = script.get("args", []) if isinstance(script, dict) else script
             if not isinstance(arguments, list):
-                raise invalid("alwayson_scripts", f"the args of {name} are not a list")
+                raise invalid("alwayson_scripts", f"the args of {name} must be a list")
             if name.lower() == "controlnet":
                 found += [Unit.model_validate(each) for each in arguments if each]
             elif arguments and arguments[0] is not False:
-                words = f"the script {name!r} is not supported by this server: leave it out."
+                words = f"the script {name!r} is not supported by this server; omit it."
                 raise invalid("alwayson_scripts", words)
         return [unit for unit in found if unit.enabled]
 
@@ -148,16 +148,16 @@ class Text(Known):
         if sampler is None or sampler == AUTOMATIC:
             if schedule in (None, "", AUTOMATIC, AUTOMATIC.lower()):
                 return None
-            raise invalid("scheduler", f"the schedule type {schedule!r} needs a sampler: send sampler_name too.")
+            raise invalid("scheduler", f"the schedule type {schedule!r} requires sampler_name.")
         told = schedule or (None if sampler in schedulers else AUTOMATIC)  # sdflow's names include the schedule
         found = scheduler_of(sampler, told, schedulers)
         if found is None and scheduler_of(sampler, None, schedulers) is not None:
-            words = f"{sampler} takes no schedule type {schedule!r} here; see /sdapi/v1/schedulers."
+            words = f"{sampler} does not support the schedule type {schedule!r}; see /sdapi/v1/schedulers."
             raise invalid("scheduler", words)
         if found is None:
             raise invalid("sampler_name", f"{unknown(sampler, schedulers)}; see /sdapi/v1/samplers.")
         if self.eta not in (None, 1.0) and found.partition("_a")[1]:
-            raise invalid("eta", f"{sampler} with an eta of {self.eta:g} is not supported: send 1.")
+            raise invalid("eta", f"{sampler} with an eta of {self.eta:g} is not supported; send 1.")
         return found
 
 
@@ -171,7 +171,7 @@ class FromImage(Text):
     mask_blur: float = field_of(COMMON["mask_blur"], 4)
     inpainting_mask_invert: int = Field(0, ge=0, le=1)
     inpainting_fill: int = Field(
-        0, ge=0, le=1, description="What is below the mask: 0: its surroundings, 1: the image."
+        0, ge=0, le=1, description="Start in the masked part from its surroundings (0) or from the image (1)."
     )
-    inpaint_full_res: bool = Field(True, description="Draw only the masked part, at the full size.")
-    inpaint_full_res_padding: int = Field(0, ge=0, le=4096, description="Pixels around it that are seen.")
+    inpaint_full_res: bool = Field(True, description="Generate only the masked part, at the full size.")
+    inpaint_full_res_padding: int = Field(0, ge=0, le=4096, description="Pixels around the masked part to include.")

@@ -31,16 +31,16 @@ REFRESHED = ("refresh-checkpoints", "refresh-loras", "refresh-vae", "refresh-emb
 """Nothing needs refreshing: files are looked up at every request, and the pipelines are those served."""
 
 REFUSED = {
-    f"{SDAPI}/extra-single-image": "enlarging and restoring faces is not supported by this server",
-    f"{SDAPI}/extra-batch-images": "enlarging and restoring faces is not supported by this server",
-    f"{SDAPI}/interrogate": "describing an image is not supported by this server",
+    f"{SDAPI}/extra-single-image": "upscaling and face restoration are not supported by this server",
+    f"{SDAPI}/extra-batch-images": "upscaling and face restoration are not supported by this server",
+    f"{SDAPI}/interrogate": "captioning is not supported by this server",
     f"{SDAPI}/unload-checkpoint": "unloading a pipeline is not supported by this server",
     f"{SDAPI}/reload-checkpoint": "reloading a pipeline is not supported by this server",
     f"{SDAPI}/create/embedding": "training is not supported by this server",
     f"{SDAPI}/create/hypernetwork": "training is not supported by this server",
     f"{SDAPI}/train/embedding": "training is not supported by this server",
     f"{SDAPI}/train/hypernetwork": "training is not supported by this server",
-    f"{CONTROLNET}/detect": "preprocessors are not supported: send a ControlNet's input image itself",
+    f"{CONTROLNET}/detect": "preprocessors are not supported; send a ControlNet's input image",
     f"{CONTROLNET}/render_openpose_json": "drawing poses is not supported by this server",
 }
 
@@ -114,7 +114,7 @@ def webui_lists(settings: Settings) -> APIRouter:
         process, whole = psutil.Process(), psutil.virtual_memory()
         used = sum(each.memory_info().rss for each in (process, *process.children()))
         ram = {"free": whole.available, "used": used, "total": whole.total}
-        return {"ram": ram, "cuda": {"error": "only the process that generates knows: see /metrics"}}
+        return {"ram": ram, "cuda": {"error": "not available"}}
 
     def units() -> dict[str, int]:
         return {"control_net_unit_count": max((len(model.nets) for model in served.values()), default=0)}
@@ -138,9 +138,9 @@ def webui_lists(settings: Settings) -> APIRouter:
     listed(f"{SDAPI}/schedulers", schedules, "The schedule types")
     upscaler = {"name": "None", "model_name": None, "model_path": None, "model_url": None, "scale": 1.0}
     listed(f"{SDAPI}/upscalers", [upscaler], "None")
-    listed(f"{SDAPI}/embeddings", embeddings, "The words of textual inversion files")
+    listed(f"{SDAPI}/embeddings", embeddings, "Textual inversion embeddings")
     listed(f"{SDAPI}/scripts", scripts, "ControlNet, if a pipeline has one")
-    listed(f"{SDAPI}/script-info", script_info, "The same, in detail")
+    listed(f"{SDAPI}/script-info", script_info, "ControlNet's script, in detail")
     listed(f"{SDAPI}/memory", memory, "Bytes of main memory")
     listed(f"{SDAPI}/cmd-flags", {"api": True, **asdict(settings.limits)}, "The limits of the server")
     for path in EMPTY:
@@ -149,8 +149,8 @@ def webui_lists(settings: Settings) -> APIRouter:
     listed(f"{CONTROLNET}/model_list", lambda: {"model_list": nets()}, "The ControlNets of all pipelines")
     modules = {"module_list": ["none"], "module_detail": {"none": {"model_free": False, "sliders": []}}}
     listed(f"{CONTROLNET}/module_list", modules, "The preprocessors: none")
-    listed(f"{CONTROLNET}/control_types", control_types, "Both by type of map: one type has all")
-    listed(f"{CONTROLNET}/settings", units, "How many units a request may have")
+    listed(f"{CONTROLNET}/control_types", control_types, "Preprocessors and ControlNets, all of one type")
+    listed(f"{CONTROLNET}/settings", units, "Maximum number of units of a request")
 
     for path in REFRESHED:
 

@@ -216,7 +216,7 @@ def _require_same(lora: LoraFile) -> None:
     with os_errors_as("cannot be read", lora.path, kind=CheckpointError):
         found = digest_file(Path(lora.path))
     if found != lora.sha256:
-        raise CheckpointError("was exchanged for another while it was read", where=lora.path, remedy="Ask again.")
+        raise CheckpointError("changed while it was being read", where=lora.path, remedy="Try again.")
 
 
 def _inputs(loras: Sequence[LoraFile]) -> list[LoraInput]:

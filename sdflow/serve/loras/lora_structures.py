@@ -37,9 +37,9 @@ def read_structures(folder: Path, cache: Path) -> Read:
             continue
         if chain.steps[-1].name != BIND_PASS:
             raise UsageError(
-                f"its {chain.submodel} was built with its weights carried through every pass, so LoRAs cannot be put in later",
+                f"its {chain.submodel} was built with its weights carried through every pass, so LoRAs cannot be added later",
                 where=plan.pipeline.name,
-                remedy="Bake them into pipelines of their own: sdflow bake.",
+                remedy="Bake them into separate pipelines with `sdflow bake`.",
             )
         planned = {each.step.index: each for each in plan.steps(store) if each.step.submodel == chain.submodel}
         bind, before = chain.steps[-1], planned[len(chain.steps) - 2]
@@ -47,7 +47,7 @@ def read_structures(folder: Path, cache: Path) -> Read:
             raise UsageError(
                 f"the graph of {chain.submodel} is not in this cache",
                 where=str(cache),
-                remedy="Name the cache that the pipeline was built with: --cache DIR. Or run its workflow again with this one.",
+                remedy="Pass the cache that the pipeline was built with (--cache DIR), or run its workflow again with this one.",
             )
         own = tuple(LoraInput(lora.path, lora.scale) for lora in bind.loras)
         found[chain.submodel] = Structure(chain.submodel, before.record.artifact.path.absolute(), bind.load, own)

@@ -53,7 +53,9 @@ UPSCALE_SECONDS = 5.0
 
 
 def application(settings: Settings, spread: Spread) -> Any:
-    """Build the Ray Serve application. Nodes read all files under the same paths as this machine."""
+    """Build the Ray Serve application. Nodes read all files under the same paths as this machine. Ray lists a replica's
+    GPUs in CUDA_VISIBLE_DEVICES, which its worker inherits; a fraction of one bounds the memory."""
+    worker = replace(settings.worker, gpu_share=spread.gpus if 0 < spread.gpus < 1 else None)
 
     def front() -> Any:
         """Create the front, in its process."""
@@ -79,7 +81,7 @@ def application(settings: Settings, spread: Spread) -> Any:
         ray_actor_options={"num_cpus": settings.worker.threads or 1, "num_gpus": spread.gpus},
         logging_config=QUIET,
         **options,
-    ).bind(settings.worker)
+    ).bind(worker)
     return serve.deployment(
         serve.ingress(front)(),
         name="Front",

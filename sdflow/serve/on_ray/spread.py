@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from sdflow.errors import UsageError
+from sdflow.manifest import Manifest
 from sdflow.processes.on_ray.cluster import ray_address
+from sdflow.targets import find_target
 
 NAME = "sdflow"
 QUIET = {"log_level": "WARNING", "enable_access_log": False}
@@ -18,15 +21,31 @@ class Spread:
     address: str
     least: int = 1  # replicas
     most: int = 1  # replicas
-    gpus: float = 0.0  # per replica; 0.5 shares one between two
+    gpus: float = 0.0  # per replica; 0.5 shares one, and its memory, between two
     queue: int = 4  # images per replica above which another one starts
     take_over: bool = False  # replace a running application of the same name
+
+
+def with_gpus(spread: Spread, gpus: float | None, pipelines: Iterable[Manifest]) -> Spread:
+    """Set the GPUs per replica. gpus: the option's value; None: one if a pipeline's target needs it. Raises UsageError
+    if it needs one and gets none."""
+    targets = [find_target(each.origin.target, each.origin.name) for each in pipelines]
+    needy = next((each for each in targets if each.session.needs_cuda), None)
+    if gpus is None:
+        gpus = 0.0 if needy is None else 1.0
+    if needy is not None and not gpus:
+        raise UsageError(
+            f"a replica without a GPU cannot run a pipeline for the target {needy.name}",
+            where="--gpus",
+            remedy="Use 1, or a fraction such as 0.5; or a pipeline built for the CPU.",
+        )
+    return replace(spread, gpus=gpus)
 
 
 def read_spread(
     on: str | None, port: int, replicas: str | None, gpus: float | None, queue: int | None, take_over: bool
 ) -> Spread | None:
-    """Read the options; None means this machine. Raises UsageError for options that conflict."""
+    """Read the options; None means this machine. gpus: see `with_gpus`. Raises UsageError for options that conflict."""
     if on is None:
         if replicas is not None or gpus is not None or queue is not None or take_over:
             raise UsageError(

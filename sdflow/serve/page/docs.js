@@ -93,7 +93,7 @@ function ask(path, method, inputs, files, body, type) {
   try {
     said = JSON.parse(body.value);
   } catch (error) {
-    throw new Error(`The body is no JSON: ${error.message}`);
+    throw new Error(`The body is not valid JSON: ${error.message}`);
   }
   if (!type.startsWith("multipart")) {
     return api.ask(whole, { method: "POST", body: JSON.stringify(said), headers: { "Content-Type": type } });

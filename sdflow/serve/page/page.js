@@ -171,7 +171,7 @@ async function patiently(tile) {
       return await api.draw(sent, files, tile, tile.stop.signal);
     } catch (error) {
       if (!error.retryAfter || ![429, 503].includes(error.status)) throw error;
-      tile.say(`${error.message} Asking again in ${error.retryAfter} s.`);
+      tile.say(`${error.message} Retrying in ${error.retryAfter} s.`);
       await pause(error.retryAfter * 1000, tile.stop.signal);
     }
   }

@@ -58,7 +58,7 @@ class ReadyPipelines:
             try:
                 warm(live)
             except (SdflowError, RuntimeError) as error:  # torch's and ONNX Runtime's
-                log.warning("sessions for LoRAs cannot draw, each LoRA gets its own: %s", error)
+                log.warning("sessions for all LoRAs failed, so each LoRA gets its own: %s", error)
                 self._loras.use_files()
 
     def ready(self, job: Job, *, begin: bool) -> bool:

@@ -11,13 +11,12 @@ import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from threading import RLock, Thread
+from threading import RLock
 from typing import Any
 
 from sdflow.errors import SdflowError, UsageError
-from sdflow.machine.device import cores
 from sdflow.machine.memory import trim
 from sdflow.serve.engine import loading
 from sdflow.serve.engine.engine import Engine
@@ -26,13 +25,10 @@ from sdflow.serve.engine.loading import LoadedLane, Room, folder_bytes, warm
 from sdflow.serve.engine.pace import Pace
 from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.engine.waiting import Waiting
-from sdflow.serve.jobs import Drop, Failed, Job, Load, Loaded, Measured, Message, WorkerOptions
+from sdflow.serve.jobs import Drop, Failed, Job, Load, Loaded, Message, WorkerOptions
 from sdflow.serve.log import log_error, log_line
 from sdflow.serve.loras.live_loras import SharedValues
 from sdflow.serve.worker.ready_pipelines import ReadyPipelines
-
-REST_SECONDS, MOST_REST, LOOK_SECONDS = 60.0, 3600.0, 5.0
-"""Idle time before lanes are measured again, initially and at most, and the polling interval."""
 
 IDLE_SECONDS = 0.05
 """Polling interval while a pipeline to be unloaded is still in use."""
@@ -55,7 +51,6 @@ class Stock:
         self.room = Room.measured(loaded[0])
         self.lanes = Lanes(tell, self.room.share)
         self._folders = {name: options.pipelines[name] for name in loaded[0].pipelines}
-        self._lanes: list[_Lane] = []
         self._used: list[str] = []
         self._leaving: set[str] = set()
         self._coming: Future[None] | None = None
@@ -66,16 +61,7 @@ class Stock:
         self._lock = RLock()
         self._pool = ThreadPoolExecutor(1, "pipelines")
         self._on_cpu = all(each.base.place.stream is None for each in loaded[0].pipelines.values())
-        self._adopt(loaded)
-        if self._on_cpu and options.lanes is None and (options.threads or cores() or 1) > 1:
-            Thread(target=self._choose_lanes_again, name="choice of lanes", daemon=True).start()
-
-    def _adopt(self, loaded: list[LoadedLane]) -> None:
-        """Use these lanes from now on."""
-        with self._lock:
-            known = self._lanes[0].paces if self._lanes else {}  # also of pipelines that are not loaded now
-            paces = [{name: Pace(pace.seconds) for name, pace in known.items()} for _ in loaded]
-            self._lanes = [_Lane(each, paces=of) for each, of in zip(loaded, paces, strict=True)]
+        self._lanes = [_Lane(each) for each in loaded]
         for name in list(loaded[0].pipelines):
             self._keep(name, [each.pipelines[name] for each in loaded], [each.seconds[name] for each in loaded])
         for lane in self._lanes:
@@ -84,36 +70,6 @@ class Stock:
     def _engine(self, lane: _Lane, waiting: Waiting, tell: Callable[[Message], None]) -> Engine:
         ready = partial(self.is_ready, lane)
         return Engine(partial(self.find, lane), lane.paces, tell, ready=ready, waiting=waiting)
-
-    def _choose_lanes_again(self) -> None:
-        """Measure lanes again after requests have run: the machine may have been busy at startup."""
-        waiting, known, pause = self.lanes.waiting, 0, REST_SECONDS
-        while True:
-            time.sleep(LOOK_SECONDS)
-            if waiting.drawn > known and not waiting.busy and time.monotonic() > waiting.last + pause:
-                known, changed = waiting.drawn, False
-                try:
-                    changed = self._pool.submit(self._measure_lanes).result()
-                except Exception as error:  # noqa: BLE001  (out of memory, for example; keep the lanes)
-                    log_error(error)
-                pause = REST_SECONDS if changed else min(2 * pause, MOST_REST)
-
-    def _measure_lanes(self) -> bool:
-        """Switch to another number of lanes if it is better, and return whether it was."""
-        waiting, lanes = self.lanes.waiting, len(self._lanes)
-        before, paces = waiting.drawn, list(self._lanes[0].paces.values())
-        if any(each.seconds[1] >= loading.SMALL_SECONDS * lanes for each in paces):
-            return False  # one lane of a larger model uses all cores
-        with self._lock:
-            names = list(self._used)
-        loaded = loading.load_lanes(replace(self._options, pipelines={name: self._folders[name] for name in names}))
-        if waiting.drawn != before or waiting.busy or len(loaded) == lanes:
-            return False  # concurrent requests distort the measurement
-        self.lanes.replace(partial(self._adopt, loaded))
-        log_line("lanes", lanes=len(loaded))
-        for name in names:
-            self._tell(Measured(name, self.about(name)))
-        return True
 
     def about(self, name: str) -> Mapping[str, Any]:
         """Return what was measured when a pipeline was loaded."""
@@ -246,8 +202,8 @@ class Stock:
                 made.append(loading.load(folder, lane.loaded.threads, self._options))
                 if made[-1].base.place.stream is not None and len(self._lanes) > 1:
                     raise UsageError(
-                        f"{name} draws on a GPU, which has one lane, and the pipelines on the CPU here have {len(self._lanes)}",
-                        remedy="Start a server for it, or this one with --lanes 1.",
+                        f"{name} runs on a GPU, which has one lane; this server's CPU pipelines have {len(self._lanes)}",
+                        remedy="Serve it separately, or start this server with --lanes 1.",
                     )
             seconds = [warm(name, each, self._options) for each in made]
         finally:
@@ -300,7 +256,7 @@ class Stock:
         _free()
 
     def _add(self, order: Load) -> None:
-        before, found, said = self._folders.get(order.name), None, "it was removed meanwhile"
+        before, found, said = self._folders.get(order.name), None, "it was removed while it was loading"
         if self._newest[order.name] is order:
             self._folders[order.name], self._adding = order.folder, True
             try:

@@ -188,8 +188,8 @@ class WorkerLine:
         if given_up.is_set():
             return None, ready
         status = process.exitcode
-        words = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
-        return said or Lost("WorkerEnded", f"it ended with {words}"), ready
+        words = f"killed by signal {-status}" if status is not None and status < 0 else f"exit status {status}"
+        return said or Lost("WorkerEnded", words), ready
 
     def _note_loaded(self, loaded: Loaded) -> None:
         """Make the next worker load this pipeline too, unless it was removed while loading."""

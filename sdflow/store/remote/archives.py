@@ -36,7 +36,7 @@ _TIME = (1980, 1, 1, 0, 0, 0)  # constant, so that archives are reproducible
 _XZ = b"\xfd7zXZ\0"
 _MOST_LISTED, _MOST = 64 << 20, 4 << 30  # bytes of an earlier archive's list, and of all its files
 _BLOCK = 1 << 20
-_REPLACE = "Name another file, or delete this one."
+_REPLACE = "Use another file, or delete this one."
 _DAMAGED = (
     *(EOFError, ValueError, OverflowError, RuntimeError, NotImplementedError),  # the last two: encryption
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, tarfile.TarError, BadRecord),
@@ -56,7 +56,7 @@ def to_write(spec: RemoteSpec, *, add: bool = False) -> Iterator[RemoteSpec]:
             _unpack(spec.archive, folder, _REPLACE)
         yield replace(spec, url=str(folder), name=spec.shown)
         with (
-            os_errors_as("cannot be written", spec.archive, "Name another file."),
+            os_errors_as("cannot be written", spec.archive, "Use another file."),
             replacing(spec.archive) as temporary,
         ):
             _pack(folder, temporary)
@@ -69,7 +69,7 @@ def to_read(spec: RemoteSpec) -> Iterator[RemoteSpec]:
         yield spec
         return
     with scratch_folder("archive") as folder:
-        _unpack(spec.archive, folder, "Nothing was imported. Copy it again, or write it again: sdflow cache export.")
+        _unpack(spec.archive, folder, "Nothing was imported. Copy it again, or recreate it with `sdflow cache export`.")
         yield replace(spec, url=str(folder), name=spec.shown)
 
 
@@ -83,9 +83,9 @@ def require_archive(spec: RemoteSpec) -> None:
                 if all(name.startswith(f"{FOLDER}/") for name in archive.namelist()):
                     return
     raise UsageError(
-        "this file is not an archive that sdflow wrote, and is not replaced",
+        "this file was not written by sdflow, so it is not replaced",
         where=str(spec.archive),
-        remedy="Name another file.",
+        remedy="Use another file.",
     )
 
 
@@ -95,14 +95,17 @@ def _is_there(path: Path) -> bool:
 
 def _is_earlier(path: Path) -> bool:
     """Return whether an earlier sdflow wrote the archive. Raises UsageError if it cannot be read."""
-    with os_errors_as("cannot be read", path, "Name an archive of `sdflow cache export`."), open_input(path) as file:
+    with (
+        os_errors_as("cannot be read", path, "Pass an archive written by `sdflow cache export`."),
+        open_input(path) as file,
+    ):
         return file.read(len(_XZ)) == _XZ
 
 
 @contextmanager
 def _reading(path: Path, remedy: str) -> Iterator[None]:
     try:
-        with os_errors_as("cannot be unpacked", path, "Look at the disk and the permissions, then run again."):
+        with os_errors_as("cannot be unpacked", path, "Check the disk and the permissions, then run again."):
             yield
     except _DAMAGED as error:
         raise UsageError(f"is not an archive, or is damaged: {error}", where=str(path), remedy=remedy) from error
@@ -128,7 +131,7 @@ def _unpack_zip(archive: zipfile.ZipFile, folder: Path) -> None:
         if member.is_dir():
             continue
         if not inside(member.filename) or member.file_size > form.MOST_OF_MANIFEST:
-            raise zipfile.BadZipFile(f"it holds {member.filename!r:.80} of {member.file_size:,} bytes")
+            raise zipfile.BadZipFile(f"it contains {member.filename!r:.80} with {member.file_size:,} bytes")
         place = folder / member.filename
         place.parent.mkdir(parents=True, exist_ok=True)
         with archive.open(member) as stream:
@@ -146,7 +149,7 @@ def _pack(folder: Path, path: Path) -> None:
 def _unpack_earlier(members: tarfile.TarFile, share: Share) -> None:
     body = load(_open(members, form.LIST, _MOST_LISTED).read())
     if body.get("format") != 1:
-        raise BadRecord(f"it is of the format {body.get('format')!r:.20}")
+        raise BadRecord(f"it has the format {body.get('format')!r:.20}")
     try:
         about = dict(body["about"])
         records = {Action(each["action"]).digest: dump(each) for each in body["actions"]}
@@ -155,14 +158,14 @@ def _unpack_earlier(members: tarfile.TarFile, share: Share) -> None:
     except (KeyError, TypeError, AttributeError) as error:
         raise BadRecord(f"its list cannot be read ({error})") from error
     if {entry.object for entry in entries} != {*objects}:
-        raise BadRecord("its actions and its objects do not belong together")
+        raise BadRecord("its actions do not match its objects")
     if sum(entry.size for files in objects.values() for entry in files) > _MOST:
         raise BadRecord(f"it lists more than {_MOST:,} bytes")
     pieces: dict[str, tuple[form.Piece, ...]] = {}
     for entry in {entry.sha256: entry for files in objects.values() for entry in files}.values():
         pieces[entry.sha256] = _pieces(_open(members, entry.sha256, entry.size), entry, share)
     if (more := members.next()) is not None:
-        raise BadRecord(f"it holds {more.name!r:.80}, which it does not list")
+        raise BadRecord(f"it contains {more.name!r:.80}, which is not in its list")
     for tree, files in objects.items():
         content = form.RemoteObject(tuple((entry, pieces[entry.sha256]) for entry in files))
         share.write(form.object_path(tree), form.dump_object(tree, content))
@@ -175,11 +178,11 @@ def _open(members: tarfile.TarFile, name: str, size: int) -> IO[bytes]:
     """Open the next member: a regular file of this name and size (for the list, the maximum). Raises BadRecord."""
     member = members.next()
     if member is None:
-        raise BadRecord("it ends before what it lists")
+        raise BadRecord("it ends before the files in its list")
     fits = member.size <= size if name == form.LIST else member.size == size
     content = members.extractfile(member) if member.name == name and member.isreg() and fits else None
     if content is None:
-        raise BadRecord(f"it has {member.name!r:.80} in the place of {name}")
+        raise BadRecord(f"it has {member.name!r:.80} instead of {name}")
     return content
 
 

@@ -70,7 +70,7 @@ def bring(
         if not _is(data, piece):
             data = read(piece.path, piece.size)  # a bit may have flipped in transit
         if not _is(data, piece):
-            raise WrongBytes(piece.path, data, f"{len(data):,} bytes that do not have this digest")
+            raise WrongBytes(piece.path, data, f"{len(data):,} bytes with another digest")
         for path, offset in wanted[piece]:
             _write(path, offset, data)
         return len(data)
@@ -81,7 +81,7 @@ def bring(
         passed = time.monotonic() - begun
         if passed > SETTLING and passed + left * passed / max(1, size - left) > patience:
             raise Unusable(
-                f"too slow: {spell_bytes(int((size - left) / passed))} in a second, {spell_bytes(left)} to go"
+                f"too slow: {spell_bytes(int((size - left) / passed))} per second, {spell_bytes(left)} to go"
             )
 
     lines.for_each(wanted, fetch, count)

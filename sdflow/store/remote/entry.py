@@ -66,7 +66,7 @@ def read_list(data: bytes) -> tuple[Mapping[str, Any], list[str]]:
     """Return the JSON about the exported actions, and their digests. Raises BadRecord."""
     body = load(data)
     if body.get("format") != 2:
-        raise BadRecord(f"it is of the format {body.get('format')!r:.20}: a newer sdflow wrote it")
+        raise BadRecord(f"it has the format {body.get('format')!r:.20}, of a newer sdflow")
     about, actions = body.get("about"), body.get("actions")
     if not isinstance(about, dict) or not isinstance(actions, list) or not all(map(is_digest, actions)):
         raise BadRecord("it lists no structures")
@@ -84,7 +84,7 @@ def read_entry(data: bytes, digest: str) -> Stored:
         numbers = [built["seconds"], built["peak_memory"], *facts.get("operators", {}).values(), *sizes]
         plain = isinstance(built["finished"], str) and isinstance(action.content, dict) and is_digest(stored.object)
     except (KeyError, TypeError, AttributeError) as error:
-        raise BadRecord(f"it lacks what is read of it ({error})") from error
+        raise BadRecord(f"a required field is missing or invalid ({error})") from error
     # A JSON integer may have thousands of digits.
     if not plain or not all(isinstance(each, int | float) and 0 <= each < 2**63 for each in numbers):
         raise BadRecord("its object, its facts or how it was built cannot be read")
@@ -94,9 +94,9 @@ def read_entry(data: bytes, digest: str) -> Stored:
 def require_files(files: Sequence[FileEntry], tree: str) -> None:
     """Raise BadRecord unless these are the files of the object `tree`, each once and inside its folder."""
     if digest_tree(files) != tree:
-        raise BadRecord("its files are another object's")
+        raise BadRecord("its files belong to another object")
     if len({file.path for file in files}) < len(files) or not files:
-        raise BadRecord("it names a file twice, or none")
+        raise BadRecord("it names a file twice, or no file")
     for file in files:
         if not inside(file.path) or not is_digest(file.sha256) or file.size < 0:
             raise BadRecord(f"it names {file.path!r:.80}, which is outside the object")
@@ -122,9 +122,9 @@ def read_object(data: bytes, tree: str) -> RemoteObject:
     require_files([entry for entry, _ in files], tree)
     for entry, pieces in files:
         if not all(0 < piece.size <= MOST and is_digest(piece.sha256) for piece in pieces):
-            raise BadRecord(f"the pieces of {entry.path:.80} are none")
+            raise BadRecord(f"{entry.path:.80} has no pieces")
         if sum(piece.size for piece in pieces) != entry.size:
-            raise BadRecord(f"the pieces of {entry.path:.80} do not make up the file")
+            raise BadRecord(f"the pieces of {entry.path:.80} do not add up to the file")
     return RemoteObject(files)
 
 

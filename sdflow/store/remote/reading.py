@@ -28,7 +28,7 @@ class TooLong(BadRecord):
     """A file of the remote exceeds the limit of its kind."""
 
     def __init__(self, limit: int) -> None:
-        super().__init__(f"it is longer than the {limit:,} bytes that it can have")
+        super().__init__(f"it is longer than its maximum of {limit:,} bytes")
 
 
 class Misled(Exception):
@@ -49,7 +49,7 @@ def read(files: Any, protocol: str, path: str, limit: int, seconds: float) -> by
         info = files.info(path)
         encoding = info.get("contentEncoding") or getattr(info.get("content_settings"), "content_encoding", None)
         if encoding not in (None, "", "identity"):
-            raise Misled(f"it keeps a file compressed that was not pushed so ({encoding:.40})")
+            raise Misled(f"it serves a file compressed that was not pushed that way ({encoding:.40})")
         if int(info.get("size") or 0) > limit:
             raise TooLong(limit)
         data = bytes(files.cat_file(path, start=0, end=limit + 1))
@@ -73,7 +73,9 @@ async def _read_http(files: Any, url: str, limit: int) -> bytes:
             answer.raise_for_status()
             encoding = answer.headers.get("Content-Encoding", "identity")
             if encoding.strip().lower() not in ("", "identity"):
-                raise Misled(f"it compresses what was asked for as it is (Content-Encoding: {encoding:.40})")
+                raise Misled(
+                    f"it compresses a response that was requested uncompressed (Content-Encoding: {encoding:.40})"
+                )
             return await _read_stream(answer.content, limit)
     raise Misled(f"it redirects more than {REDIRECTS} times")
 
@@ -86,9 +88,9 @@ def _redirected(here: Any, location: str) -> Any:
         there = here.join(URL(location))
         same = there.host == here.host and (there.scheme, there.port) in ((here.scheme, here.port), ("https", 443))
     except ValueError as error:
-        raise Misled("it redirects to what is no URL") from error
+        raise Misled("it redirects to an invalid URL") from error
     if not location or not same:
-        raise Misled(f"it redirects to another place ({without_secrets(str(there))[:100]})")
+        raise Misled(f"it redirects to another server ({without_secrets(str(there))[:100]})")
     return there
 
 
@@ -120,7 +122,7 @@ def open_archive(path: Path) -> Any:
     members = files.zip.infolist()
     _at_most((each.filename, {}) for each in members)
     if any(each.compress_type not in (ZIP_STORED, ZIP_DEFLATED) or each.flag_bits & 1 for each in members):
-        raise Misled("it holds a file that is encrypted, or compressed in another way than by deflate")
+        raise Misled("it contains a file that is encrypted, or compressed with something other than deflate")
     return files
 
 

@@ -67,7 +67,7 @@ class Remote:
         except Absent as error:
             if isinstance(error, Refused):
                 self._say(
-                    f"{self.spec.shown} answers 403 for a missing entry, which is treated as missing. If it should exist, check "
+                    f"{self.spec.shown} answered 403, which is treated as a missing entry. If the entry should exist, check "
                     "the permissions of these credentials."
                 )
         except Unusable as error:
@@ -110,26 +110,26 @@ class Remote:
             content = self._read(path, form.MOST_OF_MANIFEST, parse, meanwhile)
             missing = content.bytes - min(content.bytes, written(folder))
             if missing > free_bytes(self._layout.root):
-                self._say(f"{spell_bytes(missing)} of {self.spec.shown} have no room on the disk: building here")
+                self._say(f"not enough disk space for {spell_bytes(missing)} from {self.spec.shown}; building locally")
                 return False
             patience = max(PATIENCE, 20 * float(entry.built["seconds"]))
             bring(content, folder, self._tried_read, Lines(self.share, meanwhile), patience=patience, like=self._like)
         except Absent as error:
             self._mend.add(digest)
-            self._say(f"{self.spec.shown} has lost parts of what it names ({error}): building here")
+            self._say(f"{self.spec.shown} has lost parts of an entry ({error}); building locally")
         except Unusable as error:
             self._give_up(error)
         except WrongBytes as error:
             self._wrong(digest, error)
         except (IsADirectoryError, FileExistsError, NotADirectoryError) as error:  # a path below a file
-            self._wrong(digest, WrongBytes(path, b"", f"its files do not fit together ({error.strerror})"))
+            self._wrong(digest, WrongBytes(path, b"", f"its files conflict ({error.strerror})"))
         else:
             return True
         return False
 
     def disbelieve(self, entry: Stored) -> None:
         """Report that an entry's files do not have its tree digest."""
-        error = WrongBytes(form.object_path(entry.object), b"", "its pieces do not make up its files")
+        error = WrongBytes(form.object_path(entry.object), b"", "its pieces do not add up to its files")
         self._wrong(entry.action.digest, error)
 
     def _read(
@@ -212,7 +212,7 @@ class Remote:
         except Unusable as error:
             self._close(error)
         except (DamagedHere, OSError) as error:
-            self._say(f"{error}: it is not pushed")
+            self._say(f"not pushed: {error}")
         else:
             self._mend.discard(digest)
             self._wrongs.discard(digest)
@@ -248,15 +248,15 @@ class Remote:
             if self.unusable is not None:
                 return
             self.unusable = str(error)
-        self._say(f"the remote cache {self.spec.shown} is not used from here on: {error}")
+        self._say(f"the remote cache {self.spec.shown} is not used any more in this run: {error}")
 
     def _close(self, error: Exception) -> None:
         with self._lock:
             if self.closed is not None:
                 return
             self.closed = str(error) if isinstance(error, Unusable | UsageError) else f"{type(error).__name__}: {error}"
-        why = f"{self.closed}; `sdflow cache push` does it later"
-        self._say(f"nothing is pushed to {self.spec.shown} from here on: {why}")
+        why = f"{self.closed}; run `sdflow cache push` later"
+        self._say(f"nothing more is pushed to {self.spec.shown} in this run: {why}")
 
     def _wrong(self, action: str, error: WrongBytes) -> None:
         """Quarantine the remote's wrong content and read nothing more from it in this run."""
@@ -269,7 +269,7 @@ class Remote:
         place = keep_bytes(self._layout, error.path, error.data, f"{self.spec.shown}: {error}")
         kept = f"; {'its answer' if error.data else 'the reason'} is in {place}" if place else ""
         self._say(
-            f"{self.spec.shown} is wrong: {error}{kept}; nothing more is fetched from it in this run, and the rest is built here"
+            f"{self.spec.shown} returned wrong content: {error}{kept}; nothing more is fetched from it in this run"
         )
 
     def _say(self, text: str) -> None:

@@ -113,7 +113,7 @@ class Share:
         """Yield every file under a folder. Stores may omit recent writes. Raises Unusable."""
         files, root = self._open(), f"{self._root}/{folder}"
         if self._protocol in HTTP:
-            raise Unusable("nothing can be listed over HTTP", final=True)
+            raise Unusable("HTTP does not support listing", final=True)
         try:
             with _usable():
                 files.invalidate_cache()
@@ -233,7 +233,7 @@ def _opened(spec: RemoteSpec) -> tuple[Any, str]:
         url = spec.url if is_url(spec.url) else f"file://{spec.url}"
         scheme = url.partition("://")[0].lower()
         if "::" in scheme:
-            raise Misled("a layer over a store (simplecache::) keeps no limits; name the store itself")
+            raise Misled("chained URLs (such as simplecache::) have no limits; use the store's own URL")
         files, root = url_to_fs(url, **open_limits(scheme, spec.timeout))
     except ImportError as error:
         wanted = packages_of(spec.url)

@@ -73,9 +73,7 @@ def remote_from_environment(said: RemoteSpec | None, environment: Mapping[str, s
     where = at(url, URL_VARIABLE)
     push = environment.get(PUSH_VARIABLE, "")
     if push not in ("", "0", "1"):
-        raise UsageError(
-            f"{push!r} is neither 0 nor 1", where=PUSH_VARIABLE, remedy="Write 1 to push, or leave it out."
-        )
+        raise UsageError(f"{push!r} is neither 0 nor 1", where=PUSH_VARIABLE, remedy="Use 1 to push, or omit it.")
     return replace(said or RemoteSpec(where), url=where, push=push == "1")
 
 
@@ -83,7 +81,7 @@ def at(url: str, said: str) -> str:
     """Make the path of a folder or archive absolute, the latter with zip://. said: source of the URL, for errors.
     Raises UsageError if fsspec lacks the scheme."""
     if (remedy := unknown_scheme(url)) is not None:
-        raise UsageError(f"{without_secrets(url)!r} is no URL of a remote cache", where=said, remedy=remedy)
+        raise UsageError(f"{without_secrets(url)!r} is not the URL of a remote cache", where=said, remedy=remedy)
     if is_url(url) and not url.startswith(_ARCHIVE):
         return url
     path = Path(url.removeprefix(_ARCHIVE)).expanduser().absolute()

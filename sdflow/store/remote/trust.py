@@ -41,7 +41,7 @@ def require_signed(data: bytes, trust: Sequence[str], read: Callable[[], bytes])
     try:
         verify_data(data, read(), trust)
     except Absent as error:
-        raise Untrusted("nobody has signed it") from error
+        raise Untrusted("it is not signed") from error
     return False
 
 
@@ -78,7 +78,7 @@ def _earlier(data: bytes) -> list[tuple[str, str]]:
     if not isinstance(given, list):
         return []
     if len(given) > MOST_SIGNATURES:
-        raise BadRecord(f"it has {len(given):,} signatures, and {MOST_SIGNATURES} at most are checked")
+        raise BadRecord(f"it has {len(given):,} signatures, and at most {MOST_SIGNATURES} are checked")
     pairs = [(each.get("key"), each.get("signature")) for each in given if isinstance(each, dict)]
     return [(key, signature) for key, signature in pairs if isinstance(key, str) and isinstance(signature, str)]
 
@@ -95,8 +95,8 @@ class Claim:
 
     @property
     def words(self) -> str:
-        who = "nobody signed it" if self.key is None else f"signed by {self.key[:16]}…"
-        doubt = "" if self.key is None or self.trusted else ", whom this machine does not name in trust"
+        who = "not signed" if self.key is None else f"signed by {self.key[:16]}…"
+        doubt = "" if self.key is None or self.trusted else ", which this machine does not trust"
         versions = ", ".join(f"{name} {version}" for name, version in sorted(self.versions.items()))
         return f"verified elsewhere ({self.level}, for {self.target}; {who}{doubt}): {versions}"
 
@@ -155,7 +155,7 @@ def read_claim(data: bytes, signature: bytes | None, object_digest: str, trust: 
     body = load(data)
     level, target, versions, key = (body.get(name) for name in ("level", "target", "versions", "key"))
     if body.get("object") != object_digest or not isinstance(versions, dict) or len(versions) > _MOST:
-        raise BadRecord("it is no claim of this object")
+        raise BadRecord("it is not a claim about this object")
     texts = [level, target, *versions, *versions.values()]
     if not all(isinstance(text, str) and len(text) < 100 and text.isprintable() for text in texts):
         raise BadRecord("it says nothing that can be shown")
@@ -169,5 +169,5 @@ def read_claim(data: bytes, signature: bytes | None, object_digest: str, trust: 
     elif earlier:
         signer = _signed_earlier(data, trust) or _signed_earlier(data, earlier)
     if signer is None and (earlier or key is not None):
-        raise Untrusted("its signature does not hold")
+        raise Untrusted("its signature is invalid")
     return Claim(str(level), str(target), versions, signer, trusted=signer in trust)

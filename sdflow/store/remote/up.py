@@ -71,14 +71,14 @@ def send(
             stream.seek(offset)
             data = stream.read(piece.size)
         if hashlib.sha256(data).hexdigest() != piece.sha256:
-            raise DamagedHere(f"{path} has changed while it was read")
+            raise DamagedHere(f"{path} changed while it was read")
         share.write(piece.path, data)
         return Sent(bytes=piece.size)
 
     sent = sum(lines.found(where, send_piece), Sent())
     manifest = form.dump_object(artifact.digest, content)
     if len(manifest) > form.MOST_OF_MANIFEST:
-        raise DamagedHere(f"{artifact.path} makes a manifest of {len(manifest):,} bytes, which nobody would read")
+        raise DamagedHere(f"{artifact.path} has a manifest of {len(manifest):,} bytes, more than is ever read")
     lines.one(lambda: share.write(form.object_path(artifact.digest), manifest))
     if is_there():  # another machine pushed first: keep its result
         return sent + Sent(results=1)
@@ -110,7 +110,7 @@ def _cut(
         except EOFError as error:
             raise DamagedHere(str(error)) from error
         if sha256 != entry.sha256:
-            raise DamagedHere(f"{path} does not have the content that was published")
+            raise DamagedHere(f"the content of {path} is not what was published")
         files.append((entry, pieces))
         for piece, offset in form.placed(pieces):
             where.setdefault(piece, (path, offset))

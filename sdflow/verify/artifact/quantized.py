@@ -16,6 +16,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from sdflow.onnx_model.float8 import DOMAIN, FLOAT8_MATMUL
+from sdflow.onnx_model.int8 import INT8_MATMUL, rotation_of
 from sdflow.weights.blockwise import PARTS
 from sdflow.weights.recipe import Blockwise, Quantized, Recipe, Scales
 
@@ -29,7 +30,8 @@ class Product:
 
     source: the value before quantization. weight, scales, zeros: initializers; zeros may be "". bias: an initializer or
     a value, or "". transposed: whether the weight is (out, in). half: whether surrounding values have 16 bits; None:
-    they have the type of the scales.
+    they have the type of the scales. rotation: size of the Hadamard matrix that the product itself multiplies the source
+    with, 0 for none.
     """
 
     source: str
@@ -39,6 +41,7 @@ class Product:
     transposed: bool = False
     half: bool | None = False
     zeros: str = ""
+    rotation: int = 0
 
 
 def _integer_to_float(node: Any, producers: Producers) -> Product | None:
@@ -55,6 +58,11 @@ def _float8(node: Any, producers: Producers) -> Product | None:
     return Product(source, weight, scales, transposed=True, half=True)
 
 
+def _int8(node: Any, producers: Producers) -> Product | None:
+    source, weight, scales, *bias = node.input
+    return Product(source, weight, scales, "".join(bias), transposed=True, half=True, rotation=rotation_of(node))
+
+
 def _blockwise(node: Any, producers: Producers) -> Product | None:
     source, weight, scales, *others = node.input
     if any(others[1:]):  # sdflow never writes further inputs
@@ -67,6 +75,7 @@ PRODUCTS: Mapping[tuple[str, str], Callable[[Any, Producers], Product | None]] =
         ("com.microsoft", "MatMulIntegerToFloat"): _integer_to_float,
         ("com.microsoft", "MatMulNBits"): _blockwise,
         (DOMAIN, FLOAT8_MATMUL): _float8,
+        (DOMAIN, INT8_MATMUL): _int8,
     }
 )
 """(domain, operator) -> a function that returns its parts, or None for an unknown use."""
@@ -96,7 +105,7 @@ def take_out(model: Any, recipes: Mapping[str, Recipe]) -> tuple[list[str], list
             wrong.append(f"{node.name}: {problem}")
         of_scales = weights[product.scales].data_type if product.scales in weights else onnx.TensorProto.FLOAT
         taken[product.weight] = of_scales if product.half is None else half if product.half else onnx.TensorProto.FLOAT
-        nodes += _exact(node, product)
+        nodes += _exact(node, product, half)
     del model.graph.node[:]
     model.graph.node.extend(_read(nodes, {item.name for item in model.graph.output}))
     for name, element in taken.items():
@@ -144,17 +153,50 @@ def _blocks_apart(weight: Blockwise, scales: Recipe | None, zeros: Recipe | None
     return ""
 
 
-def _exact(node: Any, product: Product) -> list[Any]:
+def _exact(node: Any, product: Product, half: int) -> list[Any]:
     from onnx import helper
 
     made, weight = [], product.weight
+    source = product.source
+    if product.rotation:
+        source = f"{node.output[0]}/rotated"
+        made += _rotated(node, product, source, half)
     if product.transposed:
         weight = f"{node.output[0]}/weight"
         made.append(helper.make_node("Transpose", [product.weight], [weight], f"{node.name}/weight", perm=[1, 0]))
     result = f"{node.output[0]}/product" if product.bias else node.output[0]
-    made.append(helper.make_node("MatMul", [product.source, weight], [result], node.name))
+    made.append(helper.make_node("MatMul", [source, weight], [result], node.name))
     if product.bias:
         made.append(helper.make_node("Add", [result, product.bias], [node.output[0]], f"{node.name}/bias"))
+    return made
+
+
+def _rotated(node: Any, product: Product, result: str, half: int) -> list[Any]:
+    """The nodes that multiply a product's source by the Hadamard matrix, in float32. half: element type of both."""
+    import numpy as np
+    from onnx import TensorProto, helper, numpy_helper
+
+    turn = np.ones((1, 1))
+    while len(turn) < product.rotation:
+        turn = np.kron(turn, [[1, 1], [1, -1]])
+    values = {"turn": (turn / product.rotation**0.5).astype(np.float32), "size": np.array([-1, product.rotation])}
+    made = [
+        helper.make_node("Constant", [], [f"{result}/{name}"], value=numpy_helper.from_array(each))
+        for name, each in values.items()
+    ]
+    made.append(helper.make_node("Shape", [product.source], [f"{result}/shape"], f"{node.name}/shape"))
+    steps = (
+        ("Cast", (), {"to": TensorProto.FLOAT}),
+        ("Reshape", (f"{result}/size",), {}),
+        ("MatMul", (f"{result}/turn",), {}),
+        ("Reshape", (f"{result}/shape",), {}),
+        ("Cast", (), {"to": half}),
+    )
+    now = product.source
+    for index, (op_type, others, attributes) in enumerate(steps):
+        name = result if index == len(steps) - 1 else f"{result}/{index}"
+        made.append(helper.make_node(op_type, [now, *others], [name], f"{name}/{op_type}", **attributes))
+        now = name
     return made
 
 

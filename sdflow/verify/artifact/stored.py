@@ -37,6 +37,7 @@ from sdflow.weights.recipe import (
     Recipe,
     Reshape,
     Rotated,
+    Scaled,
     Scales,
     Sum,
     Transpose,
@@ -248,6 +249,8 @@ def unrounded(recipe: Recipe) -> Recipe:
             return Join(recipe.axis, tuple(unrounded(part) for part in recipe.parts))
         case Sum():
             return Sum(tuple(unrounded(part) for part in recipe.parts))
+        case Scaled():
+            return Scaled(recipe.power, unrounded(recipe.of))
         case Rotated():
             return Rotated(recipe.axis, recipe.size, unrounded(recipe.of))
         case Constant(dtype="float16"):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sdflow.onnx_model.float8 import reads_float8
+from sdflow.onnx_model.int8 import reads_int8
 from sdflow.runtime.sessions.placement import shape_nodes
 from sdflow.targets import CPU_PROVIDER, CUDA_PROVIDER, Target
 from sdflow.verify.artifact.element_types import STANDARD, element_types, formals, schema_of
@@ -183,6 +184,11 @@ def _graph(
 
 def _judge(node: _Node, table: KernelTable) -> Iterator[Finding]:
     """The findings on a node that has to run on the table's provider."""
+    if reads_int8(node.proto):
+        if table.provider != CUDA_PROVIDER:
+            what = f"{node.title} runs only on CUDA, in sdflow's own kernels"
+            yield _error(node, what, "set activations: tensor of QuantizeInt8, or leave the pass out")
+        return
     if reads_float8(node.proto):
         if table.provider != CUDA_PROVIDER:
             yield _error(node, f"{node.title} runs only on CUDA, in sdflow's own kernels", "leave QuantizeFp8 out")
@@ -272,6 +278,8 @@ def _broken(node: _Node, condition: Condition) -> str | None:
 
 
 def _remedy_for_operator(node: _Node, table: KernelTable) -> str:
+    if table.provider == CUDA_PROVIDER and node.proto.op_type in ("DynamicQuantizeLinear", "MatMulIntegerToFloat"):
+        return "set activations: row of QuantizeInt8"
     if node.proto.domain in STANDARD:
         return "export without it, or allow it: evaluate: {allow_fallback: true}"
     if not any(operator.startswith("com.microsoft.") for operator in table.kernels):

@@ -16,6 +16,7 @@ from typing import Any
 from sdflow.errors import PassError, VerificationError
 from sdflow.onnx_model import nodes as onnx_nodes
 from sdflow.onnx_model.float8 import DOMAIN, FLOAT8_MATMUL
+from sdflow.onnx_model.int8 import INT8_MATMUL
 from sdflow.verify.lowering import activation, attention, blockwise, convolution, float8, integer, normalization
 from sdflow.verify.lowering.builder import BFLOAT16, COPY, FLOAT, HALVES, Builder, Node
 from sdflow.verify.lowering.types import Types
@@ -32,6 +33,7 @@ OPERATORS: Mapping[str, Callable[[Builder, Node], list[str]]] = MappingProxyType
         FLOAT8_MATMUL: float8.float8_matmul,
         "Gelu": activation.gelu,
         "GroupNorm": normalization.group_norm,
+        INT8_MATMUL: integer.int8_matmul,
         "MatMulIntegerToFloat": integer.matmul_integer_to_float,
         "MatMulNBits": blockwise.matmul_nbits,
         "MultiHeadAttention": attention.multi_head_attention,
@@ -45,7 +47,9 @@ OPERATORS: Mapping[str, Callable[[Builder, Node], list[str]]] = MappingProxyType
 )
 """The operators of com.microsoft and of sdflow that can be lowered; each function returns the outputs, in float32."""
 
-DOMAINS: Mapping[str, str] = MappingProxyType({FLOAT8_MATMUL: DOMAIN, "SimplifiedLayerNormalization": ""})
+DOMAINS: Mapping[str, str] = MappingProxyType(
+    {FLOAT8_MATMUL: DOMAIN, INT8_MATMUL: DOMAIN, "SimplifiedLayerNormalization": ""}
+)
 """Domains of operators outside com.microsoft. ONNX Runtime has put one of its own into the standard domain."""
 
 MOVES = frozenset({

@@ -93,7 +93,7 @@ def test_a_round(store: str, tmp_path: Path, request: pytest.FixtureRequest) -> 
     piece = max(third.remote.share.list("pieces"), key=lambda each: each.size)
     third.remote.share.write(piece.path, b"\0" * piece.size)
     assert third.fetch(ACTION) is None
-    assert "is wrong" in third.told[0]
+    assert "returned wrong content" in third.told[0]
     assert catalog.sweep(other.remote.share, 3600.0).actions == 0
     assert catalog.sweep(other.remote.share, -60.0).actions == 1
     assert catalog.listed(other.remote.share) == []

@@ -136,7 +136,7 @@ def test_what_is_wrong_is_put_aside_and_built_here(
         assert other.told == []
     else:
         assert len(other.told) == 2, "once what is wrong, once that it was pushed"
-        assert "is wrong" in other.told[0]
+        assert "returned wrong content" in other.told[0]
         assert len(other.quarantined()) == 1
     assert files_of(record) == files_of(one.build(action))
     # What was built is pushed in place of it: a third machine finds it whole.
@@ -199,7 +199,7 @@ def test_what_the_reports_would_stumble_on_is_not_believed(
     (entry,) = stored(shared, "actions")
     entry.write_bytes(dump({**load(entry.read_bytes()), what: value}))
     assert other.fetch(action) is None
-    assert "is wrong" in other.told[0]
+    assert "returned wrong content" in other.told[0]
 
 
 @pytest.mark.parametrize("which", ["pieces", "objects"])
@@ -212,7 +212,7 @@ def test_what_a_retention_rule_removes_under_a_reader_is_built_here_and_pushed_a
     for path in stored(shared, which):
         path.unlink()
     record = other.build(action)
-    assert other.told[0].startswith(f"{other.url} has lost parts of what it names")
+    assert other.told[0].startswith(f"{other.url} has lost parts of an entry")
     assert other.quarantined() == []
     third = Machine(other.folder.with_name("third"), other.url)
     fetched = third.fetch(action)
@@ -236,7 +236,7 @@ def test_a_download_that_broke_is_gone_on_with(one: Machine, other: Machine, mon
     monkeypatch.setattr(Share, "read", breaks)
     monkeypatch.setattr(share, "LINES", 1)
     assert other.fetch(action) is None
-    assert other.told == [f"the remote cache {other.url} is not used from here on: the line is cut"]
+    assert other.told == [f"the remote cache {other.url} is not used any more in this run: the line is cut"]
     (part,) = other.folder.glob("v1/incoming/*/model.onnx.data")
     data, whole = bytearray(part.read_bytes()), files["model.onnx.data"]
     came = [begin for begin in range(0, len(whole), MOST) if data[begin : begin + MOST] == whole[begin : begin + MOST]]
@@ -278,7 +278,7 @@ def test_a_remote_that_is_slow_is_left_when_building_takes_less(
     assert files_of(record) == files
     assert "from" not in record.built
     assert len(other.told) == 1
-    assert "is not used from here on: too slow: " in other.told[0]
+    assert "is not used any more in this run: too slow: " in other.told[0]
 
 
 def test_what_this_machine_has_is_not_fetched(one: Machine, other: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +329,7 @@ def test_what_has_no_room_is_said_and_built_here(one: Machine, other: Machine, m
     one.build(make_action(), big(b"a"))
     monkeypatch.setattr(remote, "free_bytes", lambda root: 1 << 20)
     assert other.fetch(make_action()) is None
-    assert "have no room on the disk: building here" in other.told[0]
+    assert "not enough disk space for " in other.told[0]
     assert other.remote.unusable is None
 
 
@@ -339,7 +339,7 @@ def test_a_remote_that_is_a_file_is_said_once_and_costs_nothing(tmp_path: Path) 
     for name in ("a", "b", "c"):
         assert files_of(machine.build(make_action(name)))
     assert len(machine.told) == 1
-    assert "is not used from here on" in machine.told[0]
+    assert "is not used any more" in machine.told[0]
 
 
 def test_a_package_that_is_not_installed_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,11 +29,11 @@ CASES = (
 )  # fmt: skip
 WORDS = {
     "endless": "it is longer than",
-    "gzip_bomb": "it compresses what was asked for as it is",
-    "redirected_elsewhere": "it redirects to another place (http://localhost",
-    "redirected_to_a_file": "it redirects to another place (file:",
+    "gzip_bomb": "it compresses a response that was requested uncompressed",
+    "redirected_elsewhere": "it redirects to another server (http://localhost",
+    "redirected_to_a_file": "it redirects to another server (file:",
     "drip": "no answer for 2 seconds",
-    "replayed": "is wrong",
+    "replayed": "returned wrong content",
 }
 
 
@@ -99,12 +99,12 @@ def test_a_listing_of_s3_that_never_ends_is_left(
 
 
 def test_over_http_nothing_is_listed(lies: Lies) -> None:
-    with pytest.raises(Unusable, match="nothing can be listed over HTTP"):
+    with pytest.raises(Unusable, match="HTTP does not support listing"):
         list(Share(RemoteSpec(f"{lies.url}/endless/actions")).list("actions"))
 
 
 def test_a_layer_over_a_store_which_would_read_it_whole_is_refused(lies: Lies, tmp_path: Path) -> None:
-    with pytest.raises(Unusable, match="name the store itself"):
+    with pytest.raises(Unusable, match="use the store's own URL"):
         Share(RemoteSpec(f"simplecache::{lies.url}/endless/actions")).read("actions/x", 10)
 
 
@@ -147,7 +147,7 @@ def test_an_entry_of_an_earlier_sdflow_with_thousands_of_signatures_is_wrong(cou
         (found,) = deceived(lies, tmp_path, [("honest", "nothing")], trust=[key])
     require_harmless("signatures", "an action", found)
     (told,) = found["told"]
-    assert ("signatures, and 16 at most are checked" if count < 5000 else "it is longer than") in told
+    assert ("signatures, and at most 16 are checked" if count < 5000 else "it is longer than") in told
 
 
 @pytest.fixture(scope="module")
