@@ -10,7 +10,7 @@ from typing import Any
 
 from sdflow.config.workflow import PipelineSpec, StepSpec
 from sdflow.errors import UsageError
-from sdflow.fits.estimate import ERROR, WAYS, MemoryNeed, Way, memory_need
+from sdflow.fits.estimate import WAYS, MemoryNeed, Way, memory_need
 from sdflow.fits.low_bits import CHOOSABLE, LOW_BITS, Choosable
 from sdflow.fits.weights import parameter_count
 from sdflow.machine.memory import HOST
@@ -83,8 +83,8 @@ def choose(
     every = choices(pipeline, checkpoint, choosable)
     found = first_fitting(every, available)
     if found is None:
-        least = min(every, key=lambda each: each.peak)
-        wanted = math.ceil(least.peak * (1 + ERROR) / 1e8) / 10
+        least = min(every, key=lambda each: each.need.needed(each.way))
+        wanted = math.ceil(least.need.needed(least.way) / 1e8) / 10
         largest = max(least.need.submodels.items(), key=lambda item: item[1].weights)
         elsewhere = "" if pipeline.target == HOST else ", or generate on the CPU: --target cpu"
         raise UsageError(

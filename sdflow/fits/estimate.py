@@ -95,9 +95,15 @@ class MemoryNeed:
         return self.target != "cuda"
 
     @property
+    def _retained(self) -> int:
+        """Bytes that `--keep fit` keeps free besides weights that take turns; weights of larger submodels are streamed
+        (`sdflow.runtime.drawing.turns`)."""
+        return HEADROOM + MARGIN + self.submodels[self.denoiser].working
+
+    @property
     def _planned_to_stream(self) -> int:
         """Bytes that `--keep fit` keeps free besides weights when it streams some."""
-        return HEADROOM + MARGIN + self.submodels[self.denoiser].working + 2 * SEGMENT
+        return self._retained + 2 * SEGMENT
 
     @property
     def ways(self) -> tuple[Way, ...]:
@@ -106,8 +112,8 @@ class MemoryNeed:
 
     def streamed(self, available: int) -> int:
         """Bytes of the denoiser's weights that are streamed if this many bytes are available."""
-        denoiser = self.submodels[self.denoiser]
-        return max(0, denoiser.weights - (available - CONTEXT - self._planned_to_stream))
+        weights, room = self.submodels[self.denoiser].weights, available - CONTEXT
+        return max(0, weights - room + self._planned_to_stream) if weights + self._retained > room else 0
 
     def streaming_in_words(self, available: int) -> str:
         """What is streamed, as a phrase with a verb."""
@@ -116,9 +122,16 @@ class MemoryNeed:
             return "streams the text encoder"
         return f"streams {spell_bytes(streamed)} of the {self.denoiser}'s {spell_bytes(self.submodels[self.denoiser].weights)}"
 
+    def needed(self, way: Way) -> int:
+        """Bytes of the device, including CUDA's context, from which it fits: the peak and the estimate's error. Of "turns"
+        on CUDA, what `--keep fit` requires, since it streams with less."""
+        if way == "turns" and not self.low_memory:
+            return max(self.peak(way), CONTEXT + self._retained + max(each.weights for each in self.submodels.values()))
+        return int(self.peak(way) * (1 + ERROR))
+
     def fits(self, way: Way, available: int) -> bool:
-        """Whether it fits, including the estimate's error. available: bytes of the device, including CUDA's context."""
-        return int(self.peak(way) * (1 + ERROR)) <= available
+        """Whether it fits. available: bytes of the device, including CUDA's context."""
+        return self.needed(way) <= available
 
     def way(self, available: int) -> Way | None:
         """The first way that fits; None if none does."""

@@ -42,7 +42,7 @@ def test_more_memory_never_loses_more_and_what_is_chosen_fits(base: str, target:
     every = choices(*full_size(base, target))
     before = None
     for size in SIZES:
-        fitting = [each for each in every if each.peak * (1 + ERROR) <= size * GB]
+        fitting = [each for each in every if each.need.needed(each.way) <= size * GB]
         first = first_fitting(every, size * GB)
         assert (first is None) == (not fitting)
         if first is None:

@@ -187,6 +187,9 @@ class LoadedPipeline:
                 or bool(embeddings and name in family.text)
             )
             graphs = () if low_memory else cuda_graphs
+            plan = None if moves is None else moves.streams.get(name)
+            # Text encoders run once per image; streaming takes longer than launching their kernels one by one.
+            shrinks = name in (family.encoder, family.decoder) or (plan is not None and name in family.text)
             options = LoadOptions(engine_cache, threads, tuning)
             return load_submodel(
                 folder,
@@ -196,8 +199,8 @@ class LoadedPipeline:
                 lazy=lazy,
                 options=options,
                 residency=None if moves is None else moves.residency,
-                shrinks=moves is not None and name in (family.encoder, family.decoder),
-                plan=None if moves is None else moves.streams.get(name),
+                shrinks=moves is not None and shrinks,
+                plan=plan,
                 device=device,
             )
 

@@ -62,7 +62,7 @@ def moving_weights(
     if fits:
         return None if device_memory is None else Moves(places)
     retained = HEADROOM + _denoiser_bytes(folder, family, configs)
-    large = [name for name, size in sizes.items() if size + retained > room]
+    large = [name for name, size in sizes.items() if size + retained + MARGIN > room]
     every = {name: read_graph(folder / name / MODEL_FILE) for name in large if _streams(family, configs, name)}
     buffers = StreamBuffers(max(map(buffer_size, every.values()), default=0))
     streams = {}

@@ -25,7 +25,7 @@ from sdflow.runtime.sessions.live_weights import LiveWeights
 from sdflow.runtime.sessions.place import device_name, place
 from sdflow.runtime.sessions.residency import Residency
 from sdflow.runtime.sessions.session import DAMAGED, PLAIN, LoadOptions, create_session
-from sdflow.runtime.sessions.stream_plan import StreamPlan
+from sdflow.runtime.sessions.stream_plan import StreamPlan, is_half
 from sdflow.runtime.sessions.submodel import Edit, Submodel, read_edited
 from sdflow.sources.load import load_companion
 from sdflow.targets import Target, find_target
@@ -260,6 +260,8 @@ def load_submodel(
                 profile=profile,
             )
         session.resident, session.shrinks = resident, shrinks
+        if weights is not None and graph is not None:
+            session.working = int(weights.working * part.model.device_factor / (2 if is_half(graph) else 1))
         return session
 
     loaded = Submodel(

@@ -54,6 +54,9 @@ class DeviceWeights:
         self.resident: Resident | None = None
         """Sessions must use the weights through this; None if the weights stay on the device."""
         self._streams: StreamedWeights | None = None
+        self.working = 0
+        """Working memory in bytes of sessions that are created from now on, in float32 (`row_bytes`). It is kept free
+        for their first runs."""
 
     def of(self, graph: onnx.ModelProto) -> dict[str, onnxruntime.OrtValue]:
         """Return initializer name -> device value, for a graph whose initializers are in the model's data file.
