@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +123,26 @@ COMMANDS = list(commands())
 WHOLE = [line for line in COMMANDS if line.runs]
 
 
+@cache
+def group_of(whole: bool) -> Any:
+    """The command line, for lines and for mentions, in which what must be given may be missing."""
+    found: Any = typer.main.get_command(app)
+    if not whole:
+        for command in commands_of(found):
+            for parameter in command.params:
+                parameter.required = False
+    return found
+
+
+def commands_of(group: Any) -> Iterator[Any]:
+    yield group
+    for command in getattr(group, "commands", {}).values():
+        yield from commands_of(command)
+
+
 def parse(line: Line) -> None:
     """Raises click's errors for a command, an option or an argument that is not there."""
-    command: Any = typer.main.get_command(app)
+    command = group_of(line.whole)
     context = command.context_class(command, info_name="sdflow")
     rest = list(line.words)
     while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
@@ -132,9 +150,6 @@ def parse(line: Line) -> None:
         context = command.context_class(command, info_name=name, parent=context)
     if "--help" in rest:
         return
-    if not line.whole:  # what must be given may be missing in a sentence
-        for parameter in command.params:
-            parameter.required = False
     command.parse_args(context, rest)
 
 
@@ -228,7 +243,7 @@ def test_ci_runs_the_readmes_command_for_the_tests_and_the_other_differs_in_its_
 def test_ci_fails_with_any_of_its_commands_also_where_an_environment_is_there(
     fails: str | None, tmp_path: Path
 ) -> None:
-    """Each command is a script that writes its name, and one of them fails."""
+    """Each command is a script that writes its name, and one of them fails. mypy runs beside the others."""
     names = ["python3.11", "pip", "pytest", "ruff", "mypy"]
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci")
@@ -240,8 +255,10 @@ def test_ci_fails_with_any_of_its_commands_also_where_an_environment_is_there(
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(["bash", tmp_path / ".ci/run"], env={**os.environ, "PATH": path}, check=False)
     assert (done.returncode == 0) == (fails is None)
+    called = list(dict.fromkeys((tmp_path / "called").read_text().split()))
     until = names.index(fails) if fails else len(names)
-    assert list(dict.fromkeys((tmp_path / "called").read_text().split())) == names[: until + 1]
+    assert [each for each in called if each != "mypy"] == names[:-1][: until + 1]
+    assert "mypy" in called or fails not in (None, "mypy")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

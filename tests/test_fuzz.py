@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from benchmark_report import benchmark_report
 
-COUNT = 200
+COUNT = 100
 KINDS = ("header", "manifest", "graph", "format")
 """Those that take seconds. LoRAs, configs and workflows are for a benchmark run."""
 

@@ -1,7 +1,7 @@
 """Measure `sdflow serve --on ray` on a host with several GPUs: replicas, a lost replica, LoRAs, shared GPUs, and binds.
 
-    python benchmarks/serve/replicas_on_gpus.py load PIPELINE [--steps 20] [--replicas 1 2] [--seconds 15] [--json FILE]
-        [--kill-seconds 40] [--kill-part 0.8]
+    python benchmarks/serve/replicas_on_gpus.py load PIPELINE... [--steps 20] [--replicas 1 2] [--seconds 15]
+        [--clients 16] [--kill-seconds 40] [--kill-part 0.8] [--json FILE]
     python benchmarks/serve/replicas_on_gpus.py lora PIPELINE --loras DIR --cache DIR [--steps 8]
     python benchmarks/serve/replicas_on_gpus.py share PIPELINE PIPELINE [--steps 4]
     python benchmarks/serve/replicas_on_gpus.py binds GRAPHS --name NAME [--submodel unet] [--workers 1 4 16]
@@ -9,11 +9,13 @@
 Each starts a Ray cluster of this machine and ends it. PIPELINE: with weights (benchmarks/gpu/with_weights.py). Clients
 and arrivals as in serve_load.py.
 
-load: images/s of each number of replicas for waiting clients, then latencies at 80 % of that. With --kill-seconds, one
-of several replicas is then killed (SIGKILL) after a fifth of further arrivals: what the requests got, and the time until
-its successor draws. lora: which replicas draw the images of two LoRAs. share: two replicas with half of one GPU each serve both
+load: images/s of each number of replicas for waiting clients, then latencies at 80 % of that, for one pipeline after the
+other, all served by each replica. With --kill-seconds, one of several replicas is killed (SIGKILL) after a fifth of
+further arrivals for the first pipeline: what the requests got, and the time until its successor, which loads all of
+them, draws. lora: which replicas draw the images of two LoRAs. share: two replicas with half of one GPU each serve both
 pipelines; the driver's memory of each process. binds: tasks on a Ray cluster bind weights to a graph of GRAPHS (as in
-pipelines_on_gpu.py) and hash the result; each worker makes one. `--gpus 0` tries it on CPUs.
+pipelines_on_gpu.py) and hash the result; each worker makes one. --steps, --seconds, and --clients (waiting, per
+replica): one for all pipelines, or one for each. `--gpus 0` tries it on CPUs.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +48,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.serve.serve_load import quantile, started  # noqa: E402
 
 PART = 0.8
-CLIENTS = 16
-"""Waiting clients per replica."""
+BACK_SECONDS = 150.0
+"""Most to wait for the successor of a killed replica."""
 PROMPT = "a large red circle on a blue background"
 TITLE = "ray::ServeReplica:sdflow:Replica"
 
@@ -58,17 +60,19 @@ def say(*words: object) -> None:
 
 @contextmanager
 def cluster(gpus: int, scratch: Path | None) -> Iterator[str]:
-    """A Ray cluster of this machine; its address."""
+    """A Ray cluster of this machine; its address. scratch: a short path, since Ray's sockets lie below it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if scratch is not None:  # not temp_dir: Ray would still write the address to /tmp/ray, without making the folder
+        os.environ["RAY_TMPDIR"] = str(scratch.resolve())
+    import ray
     from ray.cluster_utils import Cluster
 
     head = {"num_cpus": os.cpu_count(), "num_gpus": gpus, "include_dashboard": False, "object_store_memory": 2 * 10**8}
-    if scratch is not None:
-        head["temp_dir"] = str(scratch)
     made = Cluster(initialize_head=True, head_node_args=head)
     try:
         yield made.address
     finally:
+        ray.shutdown()  # Ray refuses to end a cluster to which this process is connected
         made.shutdown()
 
 
@@ -87,14 +91,21 @@ def serving(options: argparse.Namespace, replicas: int, gpus: float, *more: str)
         if gpus and gpus != 1:
             command += ["--gpus", str(gpus)]
         begun = time.perf_counter()
-        with started(command) as url:
-            say(f"[{time.perf_counter() - begun:.1f} s] {replicas} replicas are ready at {url}")
-            yield url
+        with started(command) as server:
+            say(f"[{time.perf_counter() - begun:.1f} s] {replicas} replicas are ready at {server.url}")
+            yield server.url
 
 
-def body_of(options: argparse.Namespace, **more: Any) -> dict[str, Any]:
+def body_of(options: argparse.Namespace, number: int = 0, **more: Any) -> dict[str, Any]:
+    """A request for the pipeline of this number."""
     size = {} if options.size is None else {"size": f"{options.size}x{options.size}"}
-    return {"prompt": PROMPT, "steps": options.steps, "seed": 1, **size, **more}
+    model = options.pipelines[number].resolve().name
+    return {"prompt": PROMPT, "model": model, "steps": of(options.steps, number), "seed": 1, **size, **more}
+
+
+def of(values: list[Any], number: int) -> Any:
+    """The option's value for the pipeline of this number."""
+    return values[number] if len(values) > 1 else values[0]
 
 
 async def capacity(url: str, body: dict[str, Any], seconds: float, clients: int) -> float:
@@ -168,28 +179,40 @@ def note(options: argparse.Namespace, found: dict[str, Any]) -> None:
 
 
 def load(options: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found: dict[str, dict[str, Any]] = {folder.resolve().name: {} for folder in options.pipelines}
     for replicas in options.replicas:
         with serving(options, replicas, options.gpus) as url:
-            body = body_of(options)
-            rate = asyncio.run(capacity(url, body, options.seconds, CLIENTS * replicas))
-            say(f"{replicas} replicas: {rate:.2f} images/s for {CLIENTS * replicas} waiting clients")
-            got, whole = asyncio.run(arrivals(url, body, PART * rate, options.seconds))
-            found[str(replicas)] = {"capacity": rate, "at_80_percent": figures(got, whole), "by": by_replica(url)}
-            say(f"{replicas} replicas, 80 %: {found[str(replicas)]['at_80_percent']}")
-            note(options, found)
-            if options.kill_seconds and replicas > 1:
-                found["killed"] = killed(url, options, rate)
-    first, last = (found[str(each)] for each in (options.replicas[0], options.replicas[-1]))
-    found["ratio"] = {
-        "capacity": last["capacity"] / first["capacity"],
-        "p95": last["at_80_percent"]["p95_s"] / first["at_80_percent"]["p95_s"],
-    }
+            for number, (name, rows) in enumerate(found.items()):
+                body, clients = body_of(options, number), of(options.clients, number) * replicas
+                seconds = of(options.seconds, number)
+                rate = asyncio.run(capacity(url, body, seconds, clients))
+                say(f"{name}, {replicas} replicas: {rate:.2f} images/s for {clients} waiting clients")
+                got, whole = asyncio.run(arrivals(url, body, PART * rate, seconds))
+                rows[str(replicas)] = {"capacity": rate, "at_80_percent": figures(got, whole), "by": by_replica(url)}
+                say(f"{name}, {replicas} replicas, 80 %: {rows[str(replicas)]['at_80_percent']}")
+                note(options, found)
+                if options.kill_seconds and replicas > 1 and not number:
+                    rows["killed"] = killed(url, options, rate)
+                    note(options, found)
+    if len(options.replicas) > 1:
+        for rows in found.values():
+            first, last = (rows[str(each)] for each in (options.replicas[0], options.replicas[-1]))
+            rows["ratio"] = {
+                "capacity": last["capacity"] / first["capacity"],
+                "p95": last["at_80_percent"]["p95_s"] / first["at_80_percent"]["p95_s"],
+            }
+            say(rows["ratio"])
     return found
 
 
 def replicas_here() -> list[psutil.Process]:
-    return [each for each in psutil.process_iter(["cmdline"]) if (each.info["cmdline"] or [""])[0].startswith(TITLE)]
+    """Those of the cluster that this process started."""
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if (each.cmdline() or [""])[0].startswith(TITLE):
+                found.append(each)
+    return found
 
 
 def killed(url: str, options: argparse.Namespace, most: float) -> dict[str, Any]:
@@ -202,7 +225,7 @@ def killed(url: str, options: argparse.Namespace, most: float) -> dict[str, Any]
         victim = replicas_here()[0]
         seen["killed_at"] = time.perf_counter() - begun
         victim.send_signal(signal.SIGKILL)
-        while time.perf_counter() - begun < options.kill_seconds + 60:
+        while time.perf_counter() - begun < options.kill_seconds + BACK_SECONDS:
             if by_replica(url).keys() - before.keys():
                 seen["drew_again_after_s"] = time.perf_counter() - begun - seen["killed_at"]
                 return
@@ -257,11 +280,12 @@ def share(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with serving(options, 2, 0.5 if options.gpus else 0) as url:
         names = [folder.resolve().name for folder in options.pipelines]
-        for name in names:
-            body = body_of(options, model=name)
-            rate = asyncio.run(capacity(url, body, options.seconds / 2, CLIENTS))
+        for number, name in enumerate(names):
+            seconds, clients = of(options.seconds, number) / 2, of(options.clients, number)
+            rate = asyncio.run(capacity(url, body_of(options, number), seconds, clients))
             found[name] = {"images/s": rate}
             say(f"{name}: {rate:.2f} images/s of two replicas on one GPU")
+            note(options, found)
         found["memory"] = memory()
         found["by"] = by_replica(url)
         say(json.dumps(found, indent=1))
@@ -288,7 +312,7 @@ def binds(options: argparse.Namespace) -> dict[str, Any]:
     graphs, submodel = options.pipelines[0] / options.name, options.submodel
     work = Path(tempfile.mkdtemp(prefix="binds-", dir=options.scratch))
     found: dict[str, Any] = {}
-    with cluster(0, None) as address:
+    with cluster(0, options.scratch) as address:
         ray.init(address=address, logging_level="ERROR", log_to_driver=False)
 
         @ray.remote(num_cpus=1, max_retries=0)
@@ -326,7 +350,7 @@ def binds(options: argparse.Namespace) -> dict[str, Any]:
                 "hash_s": statistics.median(one["hash_s"] for one in each),
             }
             say(f"{workers} workers: {found[str(workers)]}")
-        ray.shutdown()
+            note(options, found)
     shutil.rmtree(work, ignore_errors=True)
     return found
 
@@ -339,12 +363,13 @@ def main() -> None:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("pipelines", type=Path, nargs="+")
     parser.add_argument("--name", help="of the pipeline in GRAPHS, for binds")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, nargs="+", default=[20])
     parser.add_argument("--size", type=int)
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--gpus", type=float, default=1.0, help="per replica")
     parser.add_argument("--threads", type=int, default=1, help="per replica")
-    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--seconds", type=float, nargs="+", default=[15.0])
+    parser.add_argument("--clients", type=int, nargs="+", default=[16], help="that wait, per replica")
     parser.add_argument("--kill-seconds", type=float, default=0.0, help="of arrivals in which a replica is killed")
     parser.add_argument("--kill-part", type=float, default=PART, help="of the capacity, meanwhile")
     parser.add_argument("--loras", type=Path)

@@ -15,7 +15,7 @@ from typing import Literal
 
 from sdflow.config.workflow import PipelineSpec
 from sdflow.families.shared.base import Family
-from sdflow.fits.weights import FLOAT32, HALF, is_half, streamable_bytes, weight_bytes
+from sdflow.fits.weights import FLOAT32, HALF, is_half, scores_are_float32, streamable_bytes, weight_bytes
 from sdflow.machine.memory import HOST
 from sdflow.manifest import REFINER
 from sdflow.models.base import Config
@@ -197,4 +197,7 @@ def _working(family: Family, name: str, configs: dict[str, Config], pipeline: Pi
     whole = working_bytes(family, name, configs[name], side, HOST if pipeline.target == HOST else "cuda")
     if pipeline.target == HOST:
         return whole
-    return int(whole * model.device_factor * (HALF / FLOAT32 if is_half(pipeline.submodels[name]) else 1))
+    steps = pipeline.submodels[name]
+    # Without tiles, a decoder's scores are nearly as large as all its feature maps.
+    halved = is_half(steps) and not (name == family.decoder and scores_are_float32(steps))
+    return int(whole * model.device_factor * (HALF / FLOAT32 if halved else 1))

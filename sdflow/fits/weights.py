@@ -23,6 +23,12 @@ def is_half(steps: Sequence[StepSpec]) -> bool:
     return any(step.pass_name == _TO_HALF for step in steps)
 
 
+def scores_are_float32(steps: Sequence[StepSpec]) -> bool:
+    """Whether a chain keeps the attention scores of a 16-bit graph in float32."""
+    kept = [name for step in steps if step.pass_name == _TO_HALF for name in step.options.get("node_block_list") or ()]
+    return any(name.endswith("/Softmax") for name in kept)
+
+
 def parameter_count(model: Model, config: Config) -> int | None:
     """Number of parameters in its graph; None if the config is not covered."""
     found = model.graph_parameters(config)

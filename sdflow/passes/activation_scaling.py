@@ -8,12 +8,14 @@ normalization removes its input's scale:
 
 So weights and biases of layers that enter the stream are divided by 2^k, and of layers that are already linear in it
 (shortcuts, up- and downsampling), only the biases. The graph keeps its operators, and in float32 its output has the same
-bits, since powers of two round nothing. In float16, values up to 2^k times 65,504 fit, and those below 2^k times 6.1e-5 have
-fewer digits (subnormal numbers, 6e-8 apart): of activations that is far below what a normalization's epsilon lets through,
-of weights it is measured in `benchmarks/tried.md`.
+bits, since powers of two round nothing.
 
-The same idea made the weights of madebyollin/sdxl-vae-fp16-fix, which were finetuned for smaller activations. Not
-scaled is what no normalization reads: attention's scores, and the layers after the last normalization.
+In float16, values up to 2^k times 65,504 fit. Those below 2^k times 6.1e-5 become subnormal, so they have fewer digits. For
+activations, this error is far below a normalization's epsilon. For weights it was measured on FLUX.2's decoder with random
+weights: relative L2 from float32 is 2.34e-3 without the pass, 2.37e-3 with 2^6, and 2.36e-3 with 2^8.
+
+madebyollin/sdxl-vae-fp16-fix reaches the same by finetuning. Values that no normalization reads are not scaled: attention
+scores, and what follows the last normalization.
 """
 
 from __future__ import annotations

@@ -18,14 +18,16 @@ from sdflow.sources.load import load_pipeline
 CASES = slice(7, None, 24)
 """Cases of the sample's evaluation set: those of its own tests, some never shown in training."""
 GUIDANCE = 7.5
+SCALE = 8
+"""Pixels per latent."""
 
 
 def draw(request: Mapping[str, Any], phase: Callable[[str], None]) -> list[dict[str, Any]]:
     """Each case's image from the same initial latents: prompt, seed, png (base64), and whether it shows the right
     content.
 
-    request: number of images and of steps; folder, target and engine_cache of a pipeline. Without a folder, PyTorch
-        generates on the CPU.
+    request: number of images and of steps, size in pixels; folder, target and engine_cache of a pipeline. Without a
+        folder, PyTorch generates on the CPU.
     """
     import torch
 
@@ -33,13 +35,17 @@ def draw(request: Mapping[str, Any], phase: Callable[[str], None]) -> list[dict[
 
     cases = evaluation_set()[CASES][: request["images"]]
     pipeline = _pipeline(request)
+    size = request["size"]
     latents = torch.from_numpy(np.stack([first_latents(case.seed) for case in cases]))
+    latents = latents[..., : size // SCALE, : size // SCALE].contiguous()
     found = []
     for index, case in enumerate(cases):
         phase(f"image {index + 1} of {len(cases)}")
         (image,) = pipeline(
             case.prompt,
             latents=latents[index : index + 1],
+            height=size,
+            width=size,
             num_inference_steps=request["steps"],
             guidance_scale=GUIDANCE,
         ).images

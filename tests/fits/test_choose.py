@@ -15,7 +15,7 @@ from sdflow.config import load_workflow
 from sdflow.disk.shipped import sample_folder
 from sdflow.errors import UsageError
 from sdflow.fits.choose import Choice, choices, choose, first_fitting
-from sdflow.fits.estimate import CONTEXT, ERROR, WAYS
+from sdflow.fits.estimate import CONTEXT, WAYS
 from sdflow.fits.known import architecture_of, estimated_by
 from sdflow.fits.low_bits import CHOOSABLE, Choosable
 from sdflow.passes.registry import OWN, catalog

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from jobs.test_main_job import TINY, Shell
+from kept_builds import KeptBuilds
 from original_layout import vae_tensors
 from safetensors.torch import save_file
 from small_lora import write_lora
@@ -85,8 +86,9 @@ def shell(tmp_path_factory: pytest.TempPathFactory, started_python: StartedPytho
 
 
 @pytest.fixture(scope="module")
-def built(shell: Shell) -> Path:
-    """The folder; the first test verifies it."""
+def built(shell: Shell, cache_of: KeptBuilds) -> Path:
+    """The folder; the first test verifies it. Structures of the submodels that are Stable Diffusion 1's are there."""
+    cache_of("tiny_cpu", shell.folder)
     shell.json("run", "mine.yaml", "--no-evaluate", "--no-verify")
     return shell.folder / "pipelines/mine"
 

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import signal
@@ -12,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import httpx
 import psutil
 import pytest
 from on_ray.conftest import SETTINGS, free_port
+from PIL import Image
 from serve.conftest import RunningServer, running_server
 from started_python import Command
 from until import PATIENCE, until
@@ -80,6 +83,10 @@ def drawn(server: RunningServer, **fields: Any) -> list[str]:
     return [each["b64_json"] for each in answer.json()["data"]]
 
 
+def pixels(image: str) -> bytes:
+    return Image.open(io.BytesIO(base64.b64decode(image))).tobytes()
+
+
 def by_replica(server: RunningServer) -> dict[str, float]:
     """Images that each has drawn."""
     text = httpx.get(f"{server.url}/metrics", timeout=PATIENCE).text
@@ -88,9 +95,13 @@ def by_replica(server: RunningServer) -> dict[str, float]:
 
 
 def replicas() -> list[psutil.Process]:
-    """The processes of the replicas that are there."""
-    found = psutil.process_iter(["cmdline"])
-    return [each for each in found if (each.info["cmdline"] or [""])[0].startswith("ray::ServeReplica:sdflow:Replica")]
+    """The processes of the replicas that are there: of this test's cluster, whose processes are below this one."""
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if (each.cmdline() or [""])[0].startswith("ray::ServeReplica:sdflow:Replica"):
+                found.append(each)
+    return found
 
 
 def test_more_replicas_come_when_images_wait_and_all_go_with_ctrl_c(cluster: Any, built: Path) -> None:
@@ -144,7 +155,7 @@ def test_a_lora_that_was_sent_is_known_to_every_replica(server: RunningServer) -
     )
     assert sent.status_code == 201, sent.text
     own, other = (drawn(server, loras=[{"name": name, "scale": 1}]) for name in ("outline", "sent"))
-    assert own == other
+    assert [pixels(each) for each in own] == [pixels(each) for each in other], "the files name the LoRA"
 
 
 def test_images_of_a_killed_replica_are_drawn_by_others_and_it_is_replaced(server: RunningServer) -> None:

@@ -139,7 +139,7 @@ def graph(*nodes: Any, weight: Any = None) -> Any:
 
 
 def node(kind: str, inputs: str, output: str) -> Any:
-    return helper.make_node(kind, inputs.split(), [output], kind.lower())
+    return helper.make_node(kind, inputs.split(), [output], f"{kind.lower()}_{output}")
 
 
 def normalized(value: str) -> Any:
@@ -174,10 +174,10 @@ def test_linear_operators_keep_the_scale(nodes: list[Any], tmp_path: Path) -> No
     ("nodes", "message"),
     [
         ([CONV, node("Relu", "c", "y")], "no group normalization as OnnxConversion exports it"),
-        ([CONV, node("Sin", "c", "r"), normalized("r")], "Sin sin: r would have to be scaled"),
+        ([CONV, node("Sin", "c", "r"), normalized("r")], "Sin sin_r: r would have to be scaled"),
         ([normalized("x")], "x, an input or a constant of the graph, would have to be scaled"),
-        ([CONV, node("Pad", "c pads one", "p"), normalized("p")], "Pad pad: p would have to be scaled"),
-        ([CONV, NORM, node("Exp", "c", "e")], "Exp exp: it reads c, which would have to be scaled"),
+        ([CONV, node("Pad", "c pads one", "p"), normalized("p")], "Pad pad_p: p would have to be scaled"),
+        ([CONV, NORM, node("Exp", "c", "e")], "Exp exp_e: it reads c, which would have to be scaled"),
     ],
     ids=["nothing to scale", "not linear", "an input", "ones around it", "another reader"],
 )

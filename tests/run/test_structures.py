@@ -307,7 +307,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes, Members], bytes], str]] = {
     "a file changed": (lambda data, members: with_pieces(members, lambda piece: b"x" + piece[1:]), "this digest"),
     "a file missing": (lambda data, members: with_pieces(members, lambda piece: None), "has lost parts"),
     "a bomb": (lambda data, members: with_pieces(members, lambda piece: bytes(200 << 20)), "it is longer than"),
-    "compressed otherwise": (lambda data, members: packed(members, zipfile.ZIP_LZMA), "another way than by deflate"),
+    "compressed otherwise": (lambda data, members: packed(members, zipfile.ZIP_LZMA), "other than deflate"),
     "a list that leads outside": (lambda data, members: _escaping(members), "outside the object"),
     "a newer format": (
         lambda data, members: packed({**members, LISTED: dump({"format": 3})}), "format 3, of a newer sdflow"

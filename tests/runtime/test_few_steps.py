@@ -122,6 +122,7 @@ def test_guidance_is_an_input_of_a_latent_consistency_model(built: Built) -> Non
         built.ours(PROMPT, negative_prompt="grey", **settings)
 
 
+@pytest.mark.once("built")
 @pytest.mark.parametrize("scheduler", ["lcm", "tcd", "ddim_trailing", "euler_trailing"])
 def test_with_the_schedulers_of_few_step_loras_the_image_equals_diffusers(built: Built, scheduler: str) -> None:
     if built.own is LCM:

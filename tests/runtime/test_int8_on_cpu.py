@@ -103,7 +103,7 @@ UNEVEN = Int8ProductCase(2, 70, 336, 264, bias=True)
         ("wide_bfloat16 (1, 1, 1) (256, 1, 1)", Int8ProductCase(1, 5, 16, 8, WIDE, bias=True, bfloat16=True), HOPPER),
         ("turing_half (1, 1, 1) (128, 1, 1)", Int8ProductCase(1, 3, 64, 40, TURING), HOPPER),
         ("narrow_half (18, 1, 1) (128, 1, 1)", Int8ProductCase(1, 1100, 32, 256, NARROW), HOPPER),  # more than a group
-        ("wide_half (2, 1, 1) (256, 1, 1)", Int8ProductCase(1, 129, 32, 256), Gpu(2, 89)),  # in one round, not in two
+        ("narrow_half (4, 1, 1) (128, 1, 1)", Int8ProductCase(1, 129, 32, 256), Gpu(2, 89)),
     ],
     ids=str,
 )

@@ -96,6 +96,21 @@ def test_text_to_image_with_each_scheduler(pipeline: Pipeline, parts: dict[str, 
     assert_equal_images(pipeline(PROMPT, generator=generator(), **settings).images, expected)
 
 
+def _slow(param: Any, slow: bool, *more: Any) -> Any:
+    return pytest.param(*param.values, *more, marks=[*param.marks, *([pytest.mark.slow] if slow else [])])
+
+
+FROM_IMAGE = [_slow(each, bool(index % 2)) for index, each in enumerate(SAMPLERS)]
+INPAINTING = [
+    _slow(each, index % 4 != 1 + 2 * other, strength)
+    for index, each in enumerate(SAMPLERS)
+    for other, strength in enumerate((1.0, 0.6))
+]
+"""By default one of two schedulers starts from an image, and the other inpaints, at one of two strengths in turn: what they do to
+the factors is held to a dense trace for every scheduler (`test_schedule.py`)."""
+
+
+@pytest.mark.parametrize("scheduler", FROM_IMAGE, indirect=True)
 def test_image_to_image_with_each_scheduler(
     pipeline: Pipeline, parts: dict[str, Any], scheduler: Any, image: Image.Image, image_latents: torch.Tensor
 ) -> None:
@@ -105,15 +120,7 @@ def test_image_to_image_with_each_scheduler(
     assert_equal_images(pipeline(PROMPT, image, generator=generator(), **settings).images, expected)
 
 
-STRENGTHS = [
-    pytest.param(*each.values, strength, marks=[*each.marks, *([pytest.mark.slow] if (index + other) % 2 else [])])
-    for index, each in enumerate(SAMPLERS)
-    for other, strength in enumerate((1.0, 0.6))
-]
-"""Of each scheduler one by default, of the next the other."""
-
-
-@pytest.mark.parametrize(("scheduler", "strength"), STRENGTHS, indirect=["scheduler"])
+@pytest.mark.parametrize(("scheduler", "strength"), INPAINTING, indirect=["scheduler"])
 def test_inpainting_with_each_scheduler(
     pipeline: Pipeline,
     parts: dict[str, Any],

@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,36 +23,28 @@ from beside_diffusers import PROMPT, generator, pattern, put_together
 from converted import Converted
 from diffusers import UNet2DConditionModel
 from fused import Fused
+from on_webgpu import TOLERANCE, Built, assert_on_webgpu, verified
 from onnx import helper
 
 from sdflow.artifact import MODEL_FILE
-from sdflow.config.workflow import ImageSpec, VerifySpec
 from sdflow.errors import SlowerWarning, VerificationError
-from sdflow.processes.worker_group import WorkerGroup
-from sdflow.processes.workers import WorkerResult
 from sdflow.runtime.files.folder import load_submodel
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.sessions.availability import target_availability
 from sdflow.runtime.sessions.bound import Bound
 from sdflow.runtime.sessions.place import place
-from sdflow.runtime.sessions.placement import Placement, placement
 from sdflow.runtime.sessions.session import create_session
 from sdflow.sources import Checkpoint, PlainDigests, load_pipeline, open_checkpoint
 from sdflow.store import Cache
 from sdflow.targets import TARGETS
-from sdflow.verify import Subject, Verification, verify
 from sdflow.verify.artifact.unsupported_nodes import fits
 from sdflow.verify.finding import errors
 from sdflow.verify.report.rows import device_rows
-from sdflow.verify.worker import work
 
 MISSING = swiftshader.missing()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
 
 WEBGPU = TARGETS["webgpu"]
-TOLERANCE = 1e-3
-"""Of pixel values in [0, 1], float32."""
-
 SIZE: dict[str, Any] = {"height": 64, "width": 64, "num_inference_steps": 1, "output_type": "np"}
 SLOW = pytest.mark.slow
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -87,22 +79,6 @@ def emulated() -> Iterator[None]:
         yield
 
 
-class Built:
-    """A family's small pipeline, for WebGPU and of diffusers."""
-
-    def __init__(self, workflow: str, root: Path, converted: Converted) -> None:
-        fused = Fused(workflow, "webgpu", converted, root / "passes")
-        checkpoint = open_checkpoint(fused.spec.model, digests=PlainDigests(), download=False)
-        self.workflow, self.folder = workflow, put_together(checkpoint, fused, root / "pipeline")  # type: ignore[arg-type]
-        self.checkpoint, self.theirs = checkpoint, load_pipeline(checkpoint)
-        if "safety_checker" in self.theirs.components:
-            self.theirs.register_modules(safety_checker=None)
-        self.theirs.set_progress_bar_config(disable=True)
-
-    def graph(self, submodel: str) -> Any:
-        return onnx.load(self.folder / submodel / MODEL_FILE, load_external_data=False)
-
-
 @pytest.fixture(
     scope="module", params=[pytest.param(name, marks=SLOW) if name in OF_A_KIND else name for name in FAMILIES]
 )
@@ -119,24 +95,7 @@ def test_a_family_draws_what_diffusers_draws(built: Built) -> None:
     assert expected.std() > 0.05, "an image of one colour would prove nothing"
     assert drawn.shape == expected.shape
     assert np.abs(drawn - expected).max() < TOLERANCE
-    for name, submodel in ours.submodels.items():
-        if submodel._session is not None:
-            found: Placement = placement(submodel._session, built.folder / name / MODEL_FILE)
-            assert found.provider == "WebGpuExecutionProvider"
-            assert not found.fallen, f"{name}: {[str(node) for node in found.fallen]}"
-
-
-class Here(WorkerGroup):
-    """Verifies in this process, which has made the adapter's programs."""
-
-    def run(self, module: str, request: Mapping[str, Any], **how: Any) -> WorkerResult:
-        return WorkerResult(work(request, how["on_phase"]), 0.0, 0)
-
-
-def verified(folder: Path, checkpoint: Checkpoint, cache: Cache, submodels: Sequence[str]) -> Verification:
-    """On WebGPU and, before, on the processor."""
-    subject = Subject("small", "webgpu", folder, checkpoint, image=ImageSpec(guidance_scale=5.0))
-    return verify(subject, VerifySpec(steps=1), cache, submodels=submodels, run_on="webgpu", group=Here()).result
+    assert_on_webgpu(ours, built.folder)
 
 
 @pytest.fixture(scope="module")

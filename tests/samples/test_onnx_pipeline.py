@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kept_builds import WorkflowCache
+from kept_builds import KeptBuilds
 from PIL import Image
 from started_python import Command
 
@@ -24,7 +24,7 @@ FEW = CASES[:4]
 
 
 @pytest.fixture(scope="module")
-def pipelines(sdflow: Command, cache_of: WorkflowCache, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def pipelines(sdflow: Command, cache_of: KeptBuilds, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The pipelines of two workflows, loaded: name -> Pipeline. `tests/jobs/test_terminal.py` verifies the first."""
     from sdflow.runtime.pipeline import Pipeline
 

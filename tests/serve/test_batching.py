@@ -130,7 +130,7 @@ def test_a_small_image_waits_for_a_step_of_a_large_one_and_not_for_all_of_it(ser
     """One place for each size."""
     told: list[Message] = []
     engine = Engine(lambda job: served, {"tiny": {1: 1.0}}, told.append)
-    large = call(12, 7.5, height=256, width=256)
+    large = call(12, 7.5, height=128, width=128)
     for number, arguments in enumerate((large, large, call(2, 7.5), call(2, 7.5))):
         engine.submit(job(number, arguments=arguments, scheduler="ddim"))
     while engine.busy:

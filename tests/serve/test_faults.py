@@ -130,7 +130,7 @@ def test_what_takes_too_long_is_given_up(tiny_pipeline: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"host": "0.0.0.0"}, "everyone who reaches this machine could generate images"),
+        ({"host": "0.0.0.0"}, "anyone who can reach this machine could generate images"),
         ({"require_verified": True}, "it was not verified when built"),
         ({"pipeline": 2}, "another pipeline has the name tiny"),
         ({"batch_sizes": "1,x"}, "is not a list of sizes"),

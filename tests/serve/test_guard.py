@@ -239,3 +239,13 @@ def test_a_log_that_cannot_be_written_loses_no_request(monkeypatch: pytest.Monke
 def test_a_length_that_is_none_is_refused() -> None:
     answer = ask(Access(), "/v1/images/generations", "POST", content=b"{}", headers={"Content-Length": "-5"})
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_routes_of_included_routers_are_listed_with_their_paths() -> None:
+    """Ray Serve names requests by them, and logs an error for each request if a route has no path."""
+    loras = Loras(None)
+    app = make_app(Settings(Models({}), WorkerOptions({}), Access(), Limits(), loras))
+    loras.close()
+    paths = {getattr(route, "path", None) for route in app.routes}
+    assert {"/healthz", "/page", "/v1/images/generations", "/v1/loras/{name}", "/sdapi/v1/txt2img"} <= paths
+    assert None not in paths

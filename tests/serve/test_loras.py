@@ -23,7 +23,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from kept_builds import WorkflowCache
+from kept_builds import KeptBuilds
 from safetensors.numpy import load_file, save_file
 from serve.conftest import RunningServer, running_server
 from started_python import Command, StartedPython
@@ -52,7 +52,7 @@ BOTH = (("stripes", 0.8), ("outline", 0.5))
 
 
 @pytest.fixture(scope="module")
-def built(sdflow: Command, cache_of: WorkflowCache, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(sdflow: Command, cache_of: KeptBuilds, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sample pipeline as a user builds it, and baked with two LoRAs, and the cache of both."""
     folder = tmp_path_factory.mktemp("shapes")
     cache_of("shapes_cpu", folder)
@@ -479,9 +479,9 @@ def test_of_two_that_are_sent_under_one_name_one_is_taken(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("../evil", None, "a name has letters"),
-        ("/etc/passwd", None, "a name has letters"),
-        (".hidden", None, "a name has letters"),
+        ("../evil", None, "a name has at most"),
+        ("/etc/passwd", None, "a name has at most"),
+        (".hidden", None, "a name has at most"),
         ("ink", b"no LoRA at all", "not a LoRA"),
         ("ink", b"\xff" * 64, "not a LoRA"),
     ],
@@ -501,7 +501,7 @@ def test_one_that_fits_no_pipeline_is_not_taken(built: Path, tmp_path: Path) -> 
     from small_lora import write_lora
 
     write_lora(tmp_path / "tiny.safetensors")
-    for cache, says in ((built / "cache", "no pipeline here can draw with it"), (tmp_path, "is not in this cache")):
+    for cache, says in ((built / "cache", "it fits none of the pipelines"), (tmp_path, "is not in this cache")):
         loras = Loras(
             None, None, LoraFit({"shapes": SimpleNamespace(folder=built / "pipelines/shapes_cpu")}, cache).require
         )

@@ -205,7 +205,7 @@ def test_pipelines_are_added_unloaded_brought_back_read_again_and_removed(operat
     assert operated.ask("POST", "/v1/models", "root", json={"id": "../one"}).status_code == 404
     folder = operated.keys.parent / "pipelines"
     (folder / "link").symlink_to(folder / "two")
-    for wrong, says in (("link", "a link to the pipeline two"), ("dall-e-3", "is an alias here")):
+    for wrong, says in (("link", "a link to the pipeline two"), ("dall-e-3", "is an alias")):
         refused = operated.ask("POST", "/v1/models", "root", json={"id": wrong})
         assert refused.status_code == 400 and says in refused.json()["error"]["message"]
     (folder / "link").unlink()

@@ -11,6 +11,7 @@ import httpx
 import psutil
 import pytest
 from serve.conftest import SIZE, RunningServer, running_server
+from started_python import StartedPython
 from until import PATIENCE
 
 from sdflow.runtime.memory_limit import MOST_SIDES
@@ -53,9 +54,10 @@ def test_the_largest_size_is_what_somebody_said() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit of a process's memory is Linux's")
-def test_what_has_no_memory_fails_alone(tiny_pipeline: Path) -> None:
+def test_what_has_no_memory_fails_alone(tiny_pipeline: Path, started_python: StartedPython | None) -> None:
     """The worker has less memory than it measured, as after other processes took some."""
-    with running_server(str(tiny_pipeline), "--batch-sizes", "1", "--lanes", "1", "--max-pixels", "4194304") as server:
+    options = ("--batch-sizes", "1", "--lanes", "1", "--max-pixels", "4194304")
+    with running_server(str(tiny_pipeline), *options, started=started_python) as server:
         worker = server.worker()
         data = worker.memory_info().data
         worker.rlimit(psutil.RLIMIT_DATA, (data + (400 << 20), psutil.RLIM_INFINITY))

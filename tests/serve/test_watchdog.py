@@ -157,7 +157,7 @@ def test_a_kernel_that_never_ends_is_noticed(tiny_pipeline: Path, tmp_path: Path
             return found
 
     arguments = {"height": 64, "width": 64, "num_inference_steps": 1}
-    line = WorkerLine(WorkerOptions({"tiny": folder}, (1,), threads=1, lanes=1, stall=STALL), hear)
+    line = WorkerLine(WorkerOptions({"tiny": folder}, (1,), threads=1, lanes=1, stall=STALL / 2), hear)
     line.start()
     try:
         wait_for(lambda each: isinstance(each, Ready))

@@ -42,9 +42,12 @@ def assert_nothing_broken(root: Path, actions: Sequence[Action] = ACTIONS) -> No
     assert {entry.action for entry in cache.entries()} >= {action.digest for action in actions}
 
 
-@pytest.mark.parametrize("most", [3, pytest.param(1, marks=pytest.mark.slow)])
+MOST = [6, pytest.param(1, marks=pytest.mark.slow)]
+"""Operations from one kill to the next: up to six, other ones in each run. With 1, every operation is tried."""
+
+
+@pytest.mark.parametrize("most", MOST)
 def test_killed_at_any_step_of_a_build_leaves_no_bad_entry(cache: Cache, most: int) -> None:
-    """most: operations from one kill to the next; with 1, every operation is tried."""
     action = ACTIONS[0]
     operation = kills = 0
     while not killed_before_file_event(operation, lambda: build(Cache(cache.root), action)):
@@ -61,11 +64,10 @@ def test_killed_at_any_step_of_a_build_leaves_no_bad_entry(cache: Cache, most: i
     assert_nothing_broken(cache.root, [action])
 
 
-def _interrupted(cache: Cache, template: Path, work: Callable[[Cache], object], check: Callable[[], None]) -> int:
-    """Kill `work` before one file operation after the other, on a copy of `template` each time.
-
-    One to three operations further each time, to save time: which ones differs from run to run.
-    """
+def _interrupted(
+    cache: Cache, template: Path, most: int, work: Callable[[Cache], object], check: Callable[[], None]
+) -> int:
+    """Kill `work` before one file operation after the other, on a copy of `template` each time. Returns how often."""
     operation = kills = 0
     while True:
         remove_tree(cache.root)
@@ -75,7 +77,7 @@ def _interrupted(cache: Cache, template: Path, work: Callable[[Cache], object], 
         if ended:
             return kills
         kills += 1
-        operation += random.randint(1, 3)
+        operation += random.randint(1, most)
 
 
 @pytest.fixture
@@ -97,7 +99,8 @@ def filled(memory_path: Path) -> Path:
     return cache.root
 
 
-def test_killed_at_any_step_of_a_collection_leaves_no_bad_entry(cache: Cache, filled: Path) -> None:
+@pytest.mark.parametrize("most", MOST)
+def test_killed_at_any_step_of_a_collection_leaves_no_bad_entry(cache: Cache, filled: Path, most: int) -> None:
     def check() -> None:
         reader = Cache(cache.root)
         for action in ACTIONS[:4]:
@@ -106,17 +109,18 @@ def test_killed_at_any_step_of_a_collection_leaves_no_bad_entry(cache: Cache, fi
                 reader.check(record.artifact)
         assert reader.verify().damaged == ()
 
-    assert _interrupted(cache, filled, lambda cache: cache.gc(45_000), check) > 25
+    assert _interrupted(cache, filled, most, lambda cache: cache.gc(45_000), check) > 50 // most
     assert len(cache.entries()) == 2
     assert_nothing_broken(cache.root)
 
 
-def test_a_clean_killed_at_any_step_leaves_a_cache_that_works(cache: Cache, filled: Path) -> None:
+@pytest.mark.parametrize("most", MOST)
+def test_a_clean_killed_at_any_step_leaves_a_cache_that_works(cache: Cache, filled: Path, most: int) -> None:
     def check() -> None:
         assert Cache(cache.root).verify().damaged == ()
         assert_complete(build(Cache(cache.root), ACTIONS[0]), contents(ACTIONS[0]))
 
-    assert _interrupted(cache, filled, lambda cache: cache.clean(), check) > 25
+    assert _interrupted(cache, filled, most, lambda cache: cache.clean(), check) > 50 // most
     cache.clean()
     assert cache.entries() == []
     assert names(cache.root / "v1/objects") == names(cache.root / "v1/staging") == names(cache.root / "v1/trash") == []

@@ -76,7 +76,7 @@ def assert_whole(folder: Path, names: Iterable[str]) -> None:
     assert (folder / "scheduler/scheduler_config.json").is_file()
 
 
-@pytest.mark.parametrize("further", [4, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "every one"])
+@pytest.mark.parametrize("further", [8, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "every one"])
 @pytest.mark.parametrize(("before", "copy"), sampled([("old", False), (None, True), (None, False), ("old", True)]))
 def test_killed_before_any_operation_gc_breaks_no_pipeline_and_leaves_nothing(
     project: Path, before: str | None, copy: bool, further: int
@@ -101,7 +101,7 @@ def test_killed_before_any_operation_gc_breaks_no_pipeline_and_leaves_nothing(
             assert_whole(folder, ["new", before] if not ended else ["new"])
         hidden = [path.name for path in project.glob("pipelines/.*") if not path.name.endswith(".making")]
         assert hidden == []
-    assert kills > 30
+    assert kills > 60 // further
     left = [path.name for path in (project / "cache/v1/staging").iterdir()]
     assert [name for name in left if not name.endswith(UNFINISHED)] == []  # young ones stay
 

@@ -57,7 +57,7 @@ PACKAGES = (
     "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
     "diffusers.pipelines.stable_diffusion.safety_checker",
     "diffusers.schedulers",
-    *("asyncio", "filelock", "psutil", "pydantic", "rich.console", "typer", "yaml"),
+    *("asyncio", "filelock", "psutil", "pydantic", "rich.console", "scipy.integrate", "torchsde", "typer", "yaml"),
 )
 ROOT = Path(__file__).parents[2]
 LONGEST = 1 << 20
@@ -157,6 +157,7 @@ def serve(requests: socket.socket, line: Line) -> Callable[[], object]:
     for name in PACKAGES:
         importlib.import_module(name)
     _import_sdflow()
+    _import_schedulers()
     tempfile.tempdir = None  # each process has its own
     gc.collect()
     gc.freeze()  # a collection in a forked process leaves the packages' pages shared
@@ -204,6 +205,16 @@ def _import_sdflow() -> None:
             with suppress(ImportError):
                 importlib.import_module(module.name)
     del sys.path[0]
+
+
+def _import_schedulers() -> None:
+    """diffusers imports each when it is first asked for, and every verification of a folder tries all."""
+    import diffusers
+
+    from sdflow.families.shared.schedulers import SAMPLERS
+
+    for each in SAMPLERS.values():
+        getattr(diffusers, each.scheduler)
 
 
 def _note(children: dict[int, _Child], poller: Any, found: int) -> None:

@@ -78,7 +78,7 @@ def symbolic(steps: Sequence[Step]) -> tuple[Step, ...]:
 
 
 UNCOUNTED = {
-    "webgpu": ("sd21_base", "sd21", "sd2_inpainting", "sd_turbo", "sd15_controlnet", "sdxl_controlnet", "sdxl_refiner"),
+    "webgpu": ("sdxl_controlnet", "sdxl_refiner"),
 }
 """Target -> bases whose fused operators were not counted at full size yet. The IP-Adapters' were not either: theirs are as on the
 CPU, whose attention is fused alike."""

@@ -10,27 +10,31 @@ import onnx
 import pytest
 
 from sdflow.onnx_model.int8 import INT8_MATMUL, rotation_of
-from tests.verify.quantized_chain import build
+from tests.verify.quantized_chain import FUSED, build
 
 CONVERTED = {"OnnxConversion": {"target_opset": 17}}
 TRANSFORMER = {**CONVERTED, "OrtTransformersOptimization": {"model_type": "mmdit", "opt_level": 0, "float16": False}}
 UNET = {**CONVERTED, "OrtTransformersOptimization": {"model_type": "unet", "opt_level": 0, "float16": False}}
 
 
+HALF, BRAIN = {"precision": "float16"}, {"precision": "bfloat16", "node_block_list": ["/pos_embed*"]}
+
+
 @pytest.mark.parametrize(
-    ("source", "submodel", "begin", "precision", "rotation", "most"),
+    ("source", "submodel", "begin", "converted", "rotation", "most"),
     [
-        ("synthetic:flux2-tiny", "transformer", TRANSFORMER, "bfloat16", 16, 0.1),
-        ("synthetic:sd15-tiny", "unet", UNET, "float16", None, 0.05),
-        pytest.param("synthetic:sd35-tiny", "transformer", TRANSFORMER, "float16", 16, 0.1, marks=pytest.mark.slow),
-        pytest.param("synthetic:flux2-tiny", "transformer", TRANSFORMER, "bfloat16", None, 0.1, marks=pytest.mark.slow),
+        ("synthetic:flux2-tiny", "transformer", TRANSFORMER, BRAIN, 16, 0.1),
+        ("synthetic:sd15-tiny", "text_encoder", FUSED, HALF, None, 0.05),
+        pytest.param("synthetic:sd15-tiny", "unet", UNET, HALF, None, 0.05, marks=pytest.mark.slow),
+        pytest.param("synthetic:sd35-tiny", "transformer", TRANSFORMER, HALF, 16, 0.1, marks=pytest.mark.slow),
+        pytest.param("synthetic:flux2-tiny", "transformer", TRANSFORMER, BRAIN, None, 0.1, marks=pytest.mark.slow),
     ],
 )
 def test_it_is_proved_and_near(
-    source: str, submodel: str, begin: Any, precision: str, rotation: int | None, most: float, tmp_path: Path
+    source: str, submodel: str, begin: Any, converted: Any, rotation: int | None, most: float, tmp_path: Path
 ) -> None:
     passes = {
-        "OnnxFloatToFloat16": {"precision": precision},
+        "OnnxFloatToFloat16": converted,
         "QuantizeInt8": {"activations": "row", "rotation": rotation},
     }
     built = build(tmp_path, "cuda", passes, source, submodel, begin)

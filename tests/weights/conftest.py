@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from sdflow.passes.onnx_conversion import OnnxConversion
 from sdflow.passes.ort_transformers_optimization import OrtTransformersOptimization
 from sdflow.passes.worker import run_pass
 from sdflow.sources.architectures import architecture_config
+from sdflow.weights.faster_fusion import kept_expressions
 from sdflow.weights.lora import LoraInput
 from sdflow.weights.structure import hollow
 
@@ -99,10 +101,12 @@ def structure_request(
 
 @dataclass(frozen=True)
 class Builder:
-    """Builds small models, each distinct one once. unet: config.json of the UNet."""
+    """Builds small models, each distinct one once. unet: config.json of the UNet. kept: expressions of shapes are kept while it
+    fuses with weights, as they are without; that both give the same is seen where they are not (`test_equality.py`)."""
 
     root: Path
     unet: dict[str, Any] = field(default_factory=lambda: SMALL_UNET)
+    kept: bool = False
 
     def structure(self, submodel: str, target: str) -> Path:
         """What the passes give, one after the other, when they run without weights."""
@@ -139,9 +143,9 @@ class Builder:
             model = out
         return model
 
-    @staticmethod
-    def _run(step: ChainStep, inputs: PassInputs, out: Path) -> None:
-        step.implementation().run(inputs, out, step.implementation.Config(**step.config))
+    def _run(self, step: ChainStep, inputs: PassInputs, out: Path) -> None:
+        with kept_expressions() if self.kept else nullcontext():
+            step.implementation().run(inputs, out, step.implementation.Config(**step.config))
 
 
 @pytest.fixture(scope="session")

@@ -52,7 +52,7 @@ def test_one_structure_serves_another_checkpoint(built: Builder, tmp_path: Path,
 @pytest.mark.parametrize("target", ["cuda", pytest.param("directml", marks=SLOW)])
 def test_the_unet_of_stable_diffusion_xl_too(target: str, tmp_path: Path, content: Content) -> None:
     unet = architecture_config("sdxl-tiny", "unet")
-    small = Builder(tmp_path / "built", unet)
+    small = Builder(tmp_path / "built", unet, kept=True)
     structure, out = small.structure("unet", target), tmp_path / "out"
     out.mkdir()
     bind(BindRequest("unet", structure, synthetic("unet", unet=unet)), out)

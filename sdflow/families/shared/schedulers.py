@@ -7,9 +7,11 @@ options, fields of both HTTP APIs, workflow keys, image texts and the lists of A
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from sdflow.errors import UsageError
@@ -182,9 +184,25 @@ def make_scheduler(name: str, config: Config) -> Any:
     require_packages(f"the scheduler {name}", *requirements(name))
     cls, options = SCHEDULERS[name]
     try:
-        return scheduler_class(cls).from_config(dict(config), **options)
+        return from_config(scheduler_class(cls), config, **options)
     except (ValueError, NotImplementedError) as error:
         raise UsageError(f"{name} cannot use the settings of the pipeline's own scheduler: {error}") from error
+
+
+def from_config(cls: Any, config: Config, **options: Any) -> Any:
+    """Return `cls.from_config(config, **options)` of a diffusers scheduler, as a copy of an earlier one if possible: the
+    constructors of KDPM2's schedulers search a table for each of 1,000 timesteps."""
+    try:
+        text = json.dumps([dict(config), options])
+    except (TypeError, ValueError):  # tensors or arrays
+        return cls.from_config(dict(config), **options)
+    return copy.deepcopy(_from_json(cls, text))
+
+
+@lru_cache(maxsize=128)
+def _from_json(cls: Any, text: str) -> Any:
+    config, options = json.loads(text)
+    return cls.from_config(config, **options)
 
 
 @cache

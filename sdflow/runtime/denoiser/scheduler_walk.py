@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdflow.errors import UsageError
 from sdflow.families.shared.noising import Clean, Noising
+from sdflow.families.shared.schedulers import from_config
 
 if TYPE_CHECKING:
     import torch
@@ -162,4 +163,4 @@ def fresh(scheduler: Any, fixed: Mapping[str, Any]) -> Any:
     # Entries that the config lacked: from_config would ignore overrides of them.
     config.pop("_use_default_values", None)
     config.update((name, value) for name, value in fixed.items() if name in config)
-    return type(scheduler).from_config(config)
+    return from_config(type(scheduler), config)

@@ -28,7 +28,7 @@ def has_bfloat16() -> bool:
 
     if not torch.cuda.is_available():
         return False
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).major >= BFLOAT16_SINCE
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).major) >= BFLOAT16_SINCE
 
 
 def on_hopper() -> bool:

@@ -28,13 +28,13 @@ LARGEST, SMALLEST_SCALE = 127.0, 2.0**-126
 
 
 @functools.cache
-def int8_library(*, on_cuda: bool = True) -> Path | None:
-    """Return the kernel library after testing its int8 part on this device, once per process. None, after a warning, if
-    it is unavailable. on_cuda: whether the session runs on CUDA."""
+def int8_library(device: int = 0, *, on_cuda: bool = True) -> Path | None:
+    """Return the kernel library of a GPU, which is the current one, after testing its int8 part there, once per process.
+    None, after a warning, if it is unavailable. on_cuda: whether the session runs on CUDA."""
     try:
         if not on_cuda:
             raise TargetUnavailableError("those are for CUDA")
-        return build([INT8])
+        return build([INT8], device)
     except TargetUnavailableError as error:
         warnings.warn(
             f"int8 products run in ONNX Runtime's operators, which are slower than sdflow's kernels: {error}",

@@ -46,17 +46,8 @@ static int64_t tiles_of(int64_t rows, int64_t columns, int width) {
     return (rows + INT8_DOWN - 1) / INT8_DOWN * ((columns + width - 1) / width);
 }
 
-/* Which kernel is likely the quickest. A multiprocessor takes one wide tile, or two narrow ones in about its time; a narrow one by
- * itself takes more than half of that. */
-static int kernel_for(void *const *kernels, int64_t rows, int64_t columns) {
-    if (!kernels[NARROW]) return TURING;
-    if (!kernels[WIDE]) return NARROW;
-    const int64_t wide = tiles_of(rows, columns, 256), narrow = tiles_of(rows, columns, 128), all = gpu.processors;
-    const int64_t left = narrow % (2 * all);
-    const int64_t wide_cost = (wide + all - 1) / all * 20;
-    const int64_t narrow_cost = narrow / (2 * all) * 22 + (left > all ? 22 : left ? 12 : 0);
-    return wide_cost <= narrow_cost ? WIDE : NARROW;
-}
+/* On an H100 narrow tiles were the quicker ones at each of 17 sizes (benchmarks/gpu/int8_products.py). */
+static int kernel_for(void *const *kernels) { return kernels[NARROW] ? NARROW : TURING; }
 
 static Status *compute(void *op_kernel, void *context) {
     Kernel *kernel = op_kernel;
@@ -88,7 +79,7 @@ static Status *compute(void *op_kernel, void *context) {
     static const int widths[] = {256, 128, 128}, threads[] = {256, 128, 128};
     static const unsigned shared[] = {INT8_SHARED_WIDE, INT8_SHARED_NARROW, INT8_SHARED_TURING};
     void *const *kernels = gpu.int8_product[in_bfloat16(kernel->op)];
-    const int kind = kernel->kind ? (int)kernel->kind - 1 : kernel_for(kernels, rows, n);
+    const int kind = kernel->kind ? (int)kernel->kind - 1 : kernel_for(kernels);
     Operands of = {at[ROWS], at[WEIGHT], at[ROW_SCALES], at[WEIGHT_SCALES], inputs[BIAS] ? at[BIAS] : 0, to};
     Size size = {(int)rows, (int)n, (int)k};
     void *arguments[] = {&of, &size};

@@ -152,7 +152,7 @@ def build(parts: Iterable[str] | None = None, device: int = 0) -> Path:
     with _asked:
         usual = [part.name for part in PARTS.values() if part.name != FLOAT8 and (on_hopper() or not part.hopper)]
         wanted = usual if parts is None else [*parts]
-        kernels = Kernels(device, max(PARTS[name].since or OLDEST for name in wanted))
+        kernels = Kernels(device, max((PARTS[name].since or OLDEST for name in wanted), default=OLDEST))
         for name, why in kernels.require(wanted).items():
             raise TargetUnavailableError(f"{', '.join(PARTS[name].operators)}: {why}")
         return kernels.library

@@ -43,6 +43,7 @@ from sdflow.runtime.sessions.engine_share import fetch_engines, has_engines, pus
 from sdflow.runtime.sessions.tuning import UNTUNED, Tuning
 from sdflow.runtime.sessions.webgpu_angles import with_right_angles
 from sdflow.runtime.sessions.webgpu_attention import with_right_attention
+from sdflow.runtime.sessions.webgpu_norms import with_centered_norms
 from sdflow.targets import CACHE_DIR, CUDA_PROVIDER, TIMING_DIR, WEBGPU_PROVIDER, Target
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def create_session(
         session_options.register_custom_ops_library(str(float8_library(options.device)))
         read = graph = with_float8(read, hopper=on_hopper())
     if has_int8(read):
-        library = int8_library(on_cuda=provider == CUDA_PROVIDER)
+        library = int8_library(options.device, on_cuda=provider == CUDA_PROVIDER)
         if library is not None:
             session_options.register_custom_ops_library(str(library))
         read = graph = with_definition(read) if library is None else with_int8(read)
@@ -134,6 +135,7 @@ def create_session(
     if provider == WEBGPU_PROVIDER:
         with_right_attention(read, ort, target, devices)
         with_right_angles(read)
+        with_centered_norms(read)
     if graph is not None:
         folder = str(model.parent)
         session_options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)

@@ -95,9 +95,10 @@ def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None
         generate_unique_id_function=operation_id,
         exception_handlers=handlers,
     )
-    for routes in (openai_routes, admin_routes, webui_routes):
-        app.include_router(routes(settings, drawing))
-    app.include_router(webui_lists(settings))
+    routers = [routes(settings, drawing) for routes in (openai_routes, admin_routes, webui_routes)]
+    routers.append(webui_lists(settings))
+    for router in routers:
+        app.include_router(router)
     _own_routes(app, drawing, metrics)
     describe(app)
     if settings.access.origins:
@@ -108,7 +109,7 @@ def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None
             allow_headers=["*"],
             expose_headers=["X-Request-ID", "Retry-After"],
         )
-    return Guard(app, settings, metrics, drawing, tracing)
+    return Guard(app, routers, settings, metrics, drawing, tracing)
 
 
 def _own_routes(app: FastAPI, drawing: Drawing, metrics: Metrics) -> None:

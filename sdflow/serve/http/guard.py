@@ -6,13 +6,13 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
-from starlette.routing import BaseRoute, Router
+from starlette.routing import BaseRoute, Mount, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from sdflow.serve.api_error import ApiError
@@ -61,23 +61,28 @@ HEADERS = (
 
 
 class Guard:
-    """Middleware around the whole application. drawing: open requests, for the server's shutdown."""
+    """Middleware around the whole application. routers: included in it. drawing: open requests, for the server's
+    shutdown. Ray Serve requires `routes`, `router` and `add_exception_handler`, as of a Starlette application."""
 
     def __init__(
-        self, app: Starlette, settings: Settings, metrics: Metrics, drawing: Drawing, tracing: Tracing | None
+        self,
+        app: Starlette,
+        routers: Iterable[Router],
+        settings: Settings,
+        metrics: Metrics,
+        drawing: Drawing,
+        tracing: Tracing | None,
     ) -> None:
+        included = [route for router in (app.router, *routers) for route in router.routes]
+        # FastAPI lists an included router as one route without a path, which Ray Serve cannot name.
+        self.routes: list[BaseRoute] = [route for route in included if isinstance(route, Route | Mount)]
         self._app, self._settings, self._metrics, self._tracing = app, settings, metrics, tracing
         self.drawing = drawing
         self._in_memory = 0  # body bytes of all open requests
 
     @property
-    def routes(self) -> list[BaseRoute]:
-        """The application's routes, by which Ray Serve names requests in its metrics."""
-        return self._app.routes
-
-    @property
     def router(self) -> Router:
-        """The application's router, likewise."""
+        """The application's router."""
         return self._app.router
 
     def add_exception_handler(self, kind: type[Exception], handler: Any) -> None:

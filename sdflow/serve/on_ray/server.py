@@ -9,8 +9,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
@@ -22,6 +22,7 @@ from sdflow.serve.on_ray.spread import NAME, QUIET, Spread
 if TYPE_CHECKING:
     from sdflow.serve.http.settings import Settings
 
+LOGGER = "ray.serve"
 LOOK_SECONDS, WATCH_SECONDS = 0.3, 2.0
 ANSWER_SECONDS = 30.0
 """Timeout for the proxy's first answer once the application runs."""
@@ -74,7 +75,7 @@ def _ray_serve() -> Any:
         from ray import serve
     except ImportError as error:
         raise UsageError(f"Ray Serve is not installed: {error}", where="--on", remedy=how_to_install("ray")) from error
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    logging.getLogger(LOGGER).setLevel(logging.WARNING)
     return serve
 
 
@@ -129,15 +130,28 @@ def _put(serve: Any, settings: Settings, host: str, port: int, spread: Spread) -
 
     try:
         serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port}, logging_config=QUIET)
-        serve.run_many(
-            [serve.RunTarget(application(settings, spread), name=NAME, route_prefix="/")],
-            wait_for_ingress_deployment_creation=False,
-            wait_for_applications_running=False,
-        )
+        with _errors_only():  # it compares its default HTTP options with those given above
+            serve.run_many(
+                [serve.RunTarget(application(settings, spread), name=NAME, route_prefix="/")],
+                wait_for_ingress_deployment_creation=False,
+                wait_for_applications_running=False,
+            )
     except (RayError, RuntimeError, ValueError, OSError) as error:
         last = str(error).strip().splitlines()[-1:] or [type(error).__name__]
         raise UsageError(f"Ray Serve cannot start it: {last[0]}", where="--on", remedy=SERVE_FAILS) from error
     return _deployed(serve)
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """Hide Ray Serve's warnings."""
+    logger = logging.getLogger(LOGGER)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _deployed(serve: Any) -> float | None:
@@ -169,17 +183,26 @@ def _reason(message: str) -> str:
 
 def _require_answer(url: str) -> None:
     """Raise UsageError if the cluster's proxy listens elsewhere: its address is fixed by the first application."""
-    end = time.monotonic() + ANSWER_SECONDS
+    from sdflow.serve.http.guard import HEADERS
+
+    name, ours = (each.decode() for each in HEADERS[0])
+    end, other = time.monotonic() + ANSWER_SECONDS, False
     while time.monotonic() < end:
         try:
-            with urllib.request.urlopen(f"{url}/healthz", timeout=LOOK_SECONDS * 10):
-                return
-        except urllib.error.HTTPError:  # it answers, but rejects this Host
-            return
+            with urllib.request.urlopen(f"{url}/healthz", timeout=LOOK_SECONDS * 10) as answer:
+                found = answer.headers
+        except urllib.error.HTTPError as error:  # it answers, but rejects this Host
+            found = error.headers
         except OSError:
             time.sleep(LOOK_SECONDS)
+            continue
+        if found.get(name) == ours:
+            return
+        other = True  # or the proxy, which does not know the application yet
+        time.sleep(LOOK_SECONDS)
+    what = "another server" if other else "nothing"
     raise UsageError(
-        f"nothing answers at {url}: Ray Serve listens elsewhere on this cluster, or the port is taken",
+        f"{what} answers at {url}: Ray Serve listens elsewhere on this cluster, or the port is taken",
         where="--port",
         remedy="Take the port that it has, another one, or end what else it serves: `serve shutdown`.",
     )

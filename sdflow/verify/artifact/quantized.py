@@ -176,7 +176,7 @@ def _rotated(node: Any, product: Product, result: str, half: int) -> list[Any]:
     import numpy as np
     from onnx import TensorProto, helper, numpy_helper
 
-    turn = np.ones((1, 1))
+    turn: NDArray[Any] = np.ones((1, 1))
     while len(turn) < product.rotation:
         turn = np.kron(turn, [[1, 1], [1, -1]])
     values = {"turn": (turn / product.rotation**0.5).astype(np.float32), "size": np.array([-1, product.rotation])}
@@ -185,7 +185,7 @@ def _rotated(node: Any, product: Product, result: str, half: int) -> list[Any]:
         for name, each in values.items()
     ]
     made.append(helper.make_node("Shape", [product.source], [f"{result}/shape"], f"{node.name}/shape"))
-    steps = (
+    steps: tuple[tuple[str, tuple[str, ...], dict[str, int]], ...] = (
         ("Cast", (), {"to": TensorProto.FLOAT}),
         ("Reshape", (f"{result}/size",), {}),
         ("MatMul", (f"{result}/turn",), {}),

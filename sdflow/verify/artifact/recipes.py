@@ -23,7 +23,7 @@ from sdflow.store.layout import Layout
 from sdflow.store.records import BadRecord, load_action, read_record
 from sdflow.verify.artifact.stored import BoundModel, stored_weights
 from sdflow.verify.finding import Finding, Level
-from sdflow.weights.recipe import Blockwise, Recipe, Scales, SumAlong, params
+from sdflow.weights.recipe import Bfloat16, Blockwise, Float16, Recipe, Scales, SumAlong, params
 from sdflow.weights.structure import read_parameters, read_recipe
 
 REMEDY = "build the structure again: sdflow cache verify, then sdflow run"
@@ -154,5 +154,7 @@ def _beside_values(recipe: Recipe) -> bool:
 
 
 def _different_sums(recipes: Sequence[Recipe]) -> bool:
-    """Whether weights of one parameter are different sums of its entries, like SubpixelConv's four kernels."""
-    return all(isinstance(each, SumAlong) for each in recipes) and len(set(recipes)) == len(recipes)
+    """Whether weights of one parameter are different sums of its entries, like SubpixelConv's four kernels, rounded or
+    not."""
+    sums = [each.of if isinstance(each, Float16 | Bfloat16) else each for each in recipes]
+    return all(isinstance(each, SumAlong) for each in sums) and len(set(sums)) == len(sums)

@@ -181,8 +181,8 @@ def _same(one: Any, other: Any) -> bool:
     """Equality in JSON: 1 equals 1.0, true does not equal 1; NaN, which Python writes, equals itself."""
     if one is ABSENT or other is ABSENT:
         return one is other
-    if isinstance(one, str) and isinstance(other, str):
-        return one == other
+    if type(one) is type(other) and isinstance(one, str | int):  # a vocabulary has 49,000
+        return bool(one == other)
     return json.dumps(_plain(one), sort_keys=True) == json.dumps(_plain(other), sort_keys=True)
 
 

@@ -8,6 +8,7 @@ times both scales, plus the bias. Integers are multiplied as float32, which no p
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sdflow.verify.lowering.builder import FLOAT, Builder, Node
 
@@ -31,7 +32,7 @@ def int8_matmul(b: Builder, node: Node) -> list[str]:
     node.allow("rotation")
     x = node.input(0)
     if rotation := node.attribute("rotation", 0):
-        turn = np.ones((1, 1), np.float32)
+        turn: NDArray[np.float32] = np.ones((1, 1), np.float32)
         while len(turn) < rotation:
             turn = np.kron(turn, np.array([[1, 1], [1, -1]], np.float32))
         groups = b.op("Reshape", x, b.ints(-1, rotation))

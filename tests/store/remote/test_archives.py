@@ -99,8 +99,8 @@ def _zip_with_a_path(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda path: path.write_text("model: x\n"), "not an archive that sdflow wrote"),
-        (_foreign_zip, "not an archive that sdflow wrote"),
+        (lambda path: path.write_text("model: x\n"), "not written by sdflow"),
+        (_foreign_zip, "not written by sdflow"),
         (_zip_with_a_path, "evil"),
     ],
 )

@@ -50,7 +50,7 @@ def test_what_one_verified_another_is_told_with_its_versions_and_key(tmp_path: P
         assert unsigned == SAID
         assert signed == Claim("full", "cuda", SAID.versions, key, bool(trust))
         assert "onnxruntime 1.31.1, torch 2.13.0" in signed.words
-        assert ("does not name in trust" in signed.words) is not bool(trust)
+        assert ("does not trust" in signed.words) is not bool(trust)
 
 
 def test_who_does_not_push_says_nothing(tmp_path: Path) -> None:

@@ -367,7 +367,7 @@ def test_nobody_waits_for_a_push_that_cannot_go_on(
     one.again()
     one.build(make_action())
     assert ended == []
-    assert [text for text in one.told if "nothing is pushed" in text] == one.told
+    assert [text for text in one.told if "nothing more is pushed" in text] == one.told
     assert bool(one.told) == isinstance(error, ValueError)
 
 

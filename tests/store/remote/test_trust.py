@@ -190,7 +190,7 @@ def test_a_key_that_is_none_is_told(folder: Path) -> None:
         Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     )
     for name, said in (
-        ("text", "no private key"),
+        ("text", "no unencrypted private key"),
         ("missing", "cannot be read"),
         ("earlier", "key of an earlier sdflow"),
     ):

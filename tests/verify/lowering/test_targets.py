@@ -94,7 +94,7 @@ def check(submodel: str, folder: Path, load: dict[str, Any], module: Any, target
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Builder:
-    return Builder(tmp_path_factory.mktemp("small"))
+    return Builder(tmp_path_factory.mktemp("small"), kept=True)
 
 
 @pytest.mark.parametrize("target", TARGETS)
