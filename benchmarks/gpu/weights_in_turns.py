@@ -6,7 +6,9 @@ fit.
 PIPELINE: with weights (benchmarks/gpu/with_weights.py). Each variant runs in a separate process. In the second, memory
 is reserved so that only --gb of the device are free at its start, including CUDA's context: the device itself sets the
 limit. The latents of both must be bit-identical. Submodels that do not fit by themselves are streamed; what is printed
-includes the time of these copies alone. The image may differ if the VAE is tiled.
+includes the time of these copies alone. The image may differ if the VAE is tiled. The second process imports while the
+first one draws, and both say on stderr what the device's memory holds before and after each part of an image, and when one
+fails.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+
+GO = "go\n"
 
 
 def copied_per_second() -> float:
@@ -66,12 +71,43 @@ def streamed(pipeline: Any) -> dict[str, Any]:
     return found
 
 
+class Memory:
+    """Says what the device's memory holds. held: bytes reserved by the benchmark. pipeline: once it is loaded."""
+
+    def __init__(self, at_first: int, held: int) -> None:
+        self.at_first, self.held, self.least = at_first, held, at_first
+        self.pipeline: Any = None
+        self._begun = time.perf_counter()
+
+    def tell(self, stage: str) -> None:
+        """Print a line, and count the smallest free memory so far."""
+        import torch
+
+        free = torch.cuda.mem_get_info()[0]
+        self.least = min(self.least, free)
+        submodels = {} if self.pipeline is None else self.pipeline.submodels
+        weights = {
+            name: each.weights.resident.weights.size
+            for name, each in submodels.items()
+            if each.weights is not None and each.weights.resident is not None and each.weights.resident.weights.present
+        }
+        by_torch = torch.cuda.memory_reserved() - self.held
+        others = self.at_first - self.held - free - sum(weights.values()) - by_torch
+        parts = {**weights, "torch (with stream buffers)": by_torch, "arenas and libraries": others}
+        held = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+        seconds = time.perf_counter() - self._begun
+        print(f"memory {seconds:6.2f} s {stage}: {free / 1e9:.2f} GB free; {held}", file=sys.stderr, flush=True)
+
+
 def child(options: argparse.Namespace, latents: Path) -> None:
-    import numpy as np
-    import torch
+    import torch  # before ONNX Runtime, as in the package
 
-    from sdflow.runtime.pipeline import Pipeline
+    from sdflow.runtime.files.folder import load_companions
+    from sdflow.runtime.pipeline import Pipeline  # noqa: F401
 
+    load_companions(options.pipeline)  # imports transformers and diffusers
+    if sys.stdin.readline() != GO:  # the other process has ended
+        return
     torch.cuda.init()
     speed = copied_per_second() if options.child == "fit" else None
     torch.cuda.empty_cache()
@@ -79,15 +115,35 @@ def child(options: argparse.Namespace, latents: Path) -> None:
     held = None
     if options.child == "fit":
         held = torch.empty(at_first - int(options.gb * 1e9), dtype=torch.uint8, device="cuda")
-    begun, least = time.perf_counter(), [at_first]
-    pipeline = Pipeline.load(options.pipeline, "cuda", keep=options.child, checker=False)
-    loaded, seconds, parts, drawn = time.perf_counter() - begun, [], [], None
+    memory = Memory(at_first, 0 if held is None else torch.cuda.memory_reserved())
+    memory.tell("start")
+    try:
+        found = drawn(options, latents, memory)
+    except BaseException:
+        memory.tell("failure")
+        raise
+    if speed is not None:
+        found |= {"copied_per_second": speed, "streams": streamed(memory.pipeline)}
+    print(json.dumps(found))
+
+
+def drawn(options: argparse.Namespace, latents: Path, memory: Memory) -> dict[str, Any]:
+    """Draw the images, and return the times."""
+    import numpy as np
+    import torch
+
+    from sdflow.runtime.pipeline import Pipeline
+
+    begun = time.perf_counter()
+    pipeline = memory.pipeline = Pipeline.load(options.pipeline, "cuda", keep=options.child, checker=False)
+    loaded, seconds, parts, last = time.perf_counter() - begun, [], [], None
 
     def passed(since: float) -> float:
         torch.cuda.synchronize()
         return time.perf_counter() - since
 
     for number in range(options.images + 1):
+        memory.tell(f"image {number}: before the text")
         begun = time.perf_counter()
         with pipeline.place.current():
             drawing = pipeline.drawing(
@@ -98,21 +154,18 @@ def child(options: argparse.Namespace, latents: Path) -> None:
                 guidance_scale=options.guidance,
                 generator=torch.Generator().manual_seed(0),
             )
-            least.append(torch.cuda.mem_get_info()[0])
             text = passed(begun)
-            drawing.run(lambda *_: least.append(torch.cuda.mem_get_info()[0]))
-            drawn = drawing.latents().float().cpu().numpy()
+            memory.tell(f"image {number}: after the text")
+            drawing.run(lambda *_: memory.tell("after a step"))
+            last = drawing.latents().float().cpu().numpy()
             steps = passed(begun)
             made = drawing.finish("np").images
-            least.append(torch.cuda.mem_get_info()[0])
         seconds.append(passed(begun))
         parts.append({"text_s": text, "steps_s": steps - text, "decode_s": seconds[-1] - steps})
-    np.savez(latents, latents=drawn, image=made)
-    most = at_first - min(least) - (0 if held is None else held.nbytes)
-    found = {"load_s": loaded, "first_s": seconds[0], "image_s": min(seconds[1:]), "bytes": most, "parts": parts[-1]}
-    if speed is not None:
-        found |= {"copied_per_second": speed, "streams": streamed(pipeline)}
-    print(json.dumps(found))
+        memory.tell(f"image {number}: decoded")
+    np.savez(latents, latents=last, image=made)
+    most = memory.at_first - memory.least - memory.held
+    return {"load_s": loaded, "first_s": seconds[0], "image_s": min(seconds[1:]), "bytes": most, "parts": parts[-1]}
 
 
 def bound(found: dict[str, Any], steps: int) -> None:
@@ -152,13 +205,21 @@ def main() -> None:
 
     found: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for way in ("all", "fit"):
-            command = [sys.executable, *sys.argv, "--child", way, "--latents", f"{scratch}/{way}.npz"]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-            if done.returncode:
-                print(f"{way}: status {done.returncode}")
+        children = {
+            way: subprocess.Popen(
+                [sys.executable, *sys.argv, "--child", way, "--latents", f"{scratch}/{way}.npz"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for way in ("all", "fit")
+        }
+        for way, process in children.items():
+            said, _ = process.communicate(GO)
+            if process.returncode:
+                print(f"{way}: status {process.returncode}", flush=True)
                 continue
-            found[way] = json.loads(done.stdout.splitlines()[-1])
+            found[way] = json.loads(said.splitlines()[-1])
             print(way, found[way], flush=True)
         if len(found) == 2:
             a, b = (np.load(f"{scratch}/{way}.npz") for way in ("all", "fit"))

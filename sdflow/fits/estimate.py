@@ -20,7 +20,7 @@ from sdflow.machine.memory import HOST
 from sdflow.manifest import REFINER
 from sdflow.models.base import Config
 from sdflow.runtime.memory_limit import drawing_bytes, working_bytes
-from sdflow.runtime.sessions.residency import HEADROOM, MARGIN
+from sdflow.runtime.sessions.residency import HEADROOM, reserved
 from sdflow.runtime.sessions.stream_plan import SEGMENT
 from sdflow.runtime.vae import SHARE as VAE_SHARE
 from sdflow.sources import Checkpoint
@@ -98,7 +98,7 @@ class MemoryNeed:
     def _retained(self) -> int:
         """Bytes that `--keep fit` keeps free besides weights that take turns; weights of larger submodels are streamed
         (`sdflow.runtime.drawing.turns`)."""
-        return HEADROOM + MARGIN + self.submodels[self.denoiser].working
+        return reserved(self.submodels[self.denoiser].working)
 
     @property
     def _planned_to_stream(self) -> int:

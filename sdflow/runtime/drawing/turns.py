@@ -14,7 +14,7 @@ from sdflow.families.shared.base import Family
 from sdflow.models.base import Role
 from sdflow.runtime.files.folder import folder_configs, folder_defaults, folder_family
 from sdflow.runtime.memory_limit import device_run_bytes, drawing_bytes
-from sdflow.runtime.sessions.residency import HEADROOM, MARGIN, Keep, Residency, residency
+from sdflow.runtime.sessions.residency import HEADROOM, Keep, Residency, reserved, residency
 from sdflow.runtime.sessions.session import read_graph
 from sdflow.runtime.sessions.stream_plan import StreamBuffers, StreamPlan, buffer_size, is_half, stream_plan
 from sdflow.targets import Target
@@ -61,8 +61,8 @@ def moving_weights(
     fits = not sizes or sum(sizes.values()) + beside + working + HEADROOM <= room
     if fits:
         return None if device_memory is None else Moves(places)
-    retained = HEADROOM + _denoiser_bytes(folder, family, configs)
-    large = [name for name, size in sizes.items() if size + retained + MARGIN > room]
+    kept = reserved(_denoiser_bytes(folder, family, configs))
+    large = [name for name, size in sizes.items() if size + kept > room]
     every = {name: read_graph(folder / name / MODEL_FILE) for name in large if _streams(family, configs, name)}
     buffers = StreamBuffers(max(map(buffer_size, every.values()), default=0))
     streams = {}
@@ -70,7 +70,7 @@ def moving_weights(
         plan = None
         if name in every:
             latents = None if name in family.text_of(configs) else _latents(family, configs, name)
-            plan = stream_plan(every[name], room - retained - MARGIN - 2 * buffers.size, buffers, latents)
+            plan = stream_plan(every[name], room - kept - 2 * buffers.size, buffers, latents)
         if plan is not None:
             streams[name] = plan
         elif sizes[name] + HEADROOM > room:

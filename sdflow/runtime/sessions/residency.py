@@ -26,6 +26,12 @@ MARGIN = 1 << 29
 """Bytes kept free besides HEADROOM when weights are streamed, since one more byte streamed costs less than a failure."""
 
 
+def reserved(working: int) -> int:
+    """Bytes of a device that weights which take turns leave free; larger ones are streamed. working: the denoiser's
+    working memory, which its sessions keep."""
+    return HEADROOM + MARGIN + working
+
+
 class Movable(Protocol):
     """Weights that can leave a device and come back. size: in device bytes."""
 
