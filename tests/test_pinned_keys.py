@@ -35,7 +35,8 @@ def test_every_target_and_kind_of_step_is_pinned(now: dict[str, dict[str, Any]])
         assert plain["Verify, full"] != plain["Verify, quick"]
     passes = {content["pass"]["name"] for found in now.values() for content in found.values()}
     assert {"OnnxConversion", "LoraMerge", "OrtTransformersOptimization", "ConvBiasFusion", "SeparateQkv"} | {
-        "SubpixelConv", "OnnxFloatToFloat16", "BindWeights", "Mine", "OnnxPeepholeOptimizer", "VerifyReference", "Verify"
+        "ActivationScaling", "SubpixelConv", "OnnxFloatToFloat16", "BindWeights", "Mine", "OnnxPeepholeOptimizer",
+        "VerifyReference", "Verify",
     } == passes  # fmt: skip
 
 
