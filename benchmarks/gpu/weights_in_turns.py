@@ -5,7 +5,10 @@ fit.
 
 PIPELINE: with weights (benchmarks/gpu/with_weights.py). Each variant runs in a separate process. In the second, memory
 is reserved so that only --gb of the device are free at its start, including CUDA's context: the device itself sets the
-limit. The latents of both must be bit-identical.
+limit. The latents of both must be bit-identical. Submodels that do not fit by themselves are streamed; what is printed
+includes the time of these copies alone. The image may differ if the VAE is tiled. The second process imports while the
+first one draws, and both say on stderr what the device's memory holds before and after each part of an image, and when one
+fails.
 """
 
 from __future__ import annotations
@@ -17,25 +20,130 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
+GO = "go\n"
+
+
+def copied_per_second() -> float:
+    """Bytes, from page-locked memory of the host to the device."""
+    import torch
+
+    host, device = (
+        torch.empty(1 << 30, dtype=torch.uint8).pin_memory(),
+        torch.empty(1 << 30, dtype=torch.uint8, device="cuda"),
+    )
+    best = 0.0
+    for _ in range(4):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        device.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+        best = max(best, host.nbytes / (time.perf_counter() - begun))
+    return best
+
+
+def streamed(pipeline: Any) -> dict[str, Any]:
+    """Submodel -> what its plan says, and the bytes of values that ONNX Runtime let no operator pass in place."""
+    import ctypes
+
+    from sdflow.runtime.kernels.library import operator_library
+
+    plans = {name: each.weights.plan for name, each in pipeline.submodels.items() if each.weights is not None}
+    found: dict[str, Any] = {
+        name: {
+            "resident": plan.resident,
+            "streamed": plan.size,
+            "per_run": plan.per_run,
+            "weights": len(plan.streamed),
+            "buffer": plan.buffers.size,
+        }
+        for name, plan in plans.items()
+        if plan is not None
+    }
+    if found:
+        moved = ctypes.CDLL(str(operator_library())).sdflow_moved_bytes
+        moved.restype = ctypes.c_int64
+        found["moved_bytes"] = moved()
+    return found
+
+
+class Memory:
+    """Says what the device's memory holds. held: bytes reserved by the benchmark. pipeline: once it is loaded."""
+
+    def __init__(self, at_first: int, held: int) -> None:
+        self.at_first, self.held, self.least = at_first, held, at_first
+        self.pipeline: Any = None
+        self._begun = time.perf_counter()
+
+    def tell(self, stage: str) -> None:
+        """Print a line, and count the smallest free memory so far."""
+        import torch
+
+        free = torch.cuda.mem_get_info()[0]
+        self.least = min(self.least, free)
+        submodels = {} if self.pipeline is None else self.pipeline.submodels
+        weights = {
+            name: each.weights.resident.weights.size
+            for name, each in submodels.items()
+            if each.weights is not None and each.weights.resident is not None and each.weights.resident.weights.present
+        }
+        by_torch = torch.cuda.memory_reserved() - self.held
+        others = self.at_first - self.held - free - sum(weights.values()) - by_torch
+        parts = {**weights, "torch (with stream buffers)": by_torch, "arenas and libraries": others}
+        held = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+        seconds = time.perf_counter() - self._begun
+        print(f"memory {seconds:6.2f} s {stage}: {free / 1e9:.2f} GB free; {held}", file=sys.stderr, flush=True)
+
+
 def child(options: argparse.Namespace, latents: Path) -> None:
+    import torch  # before ONNX Runtime, as in the package
+
+    from sdflow.runtime.files.folder import load_companions
+    from sdflow.runtime.pipeline import Pipeline  # noqa: F401
+
+    load_companions(options.pipeline)  # imports transformers and diffusers
+    if sys.stdin.readline() != GO:  # the other process has ended
+        return
+    torch.cuda.init()
+    speed = copied_per_second() if options.child == "fit" else None
+    torch.cuda.empty_cache()
+    at_first = torch.cuda.mem_get_info()[0]
+    held = None
+    if options.child == "fit":
+        held = torch.empty(at_first - int(options.gb * 1e9), dtype=torch.uint8, device="cuda")
+    memory = Memory(at_first, 0 if held is None else torch.cuda.memory_reserved())
+    memory.tell("start")
+    try:
+        found = drawn(options, latents, memory)
+    except BaseException:
+        memory.tell("failure")
+        raise
+    if speed is not None:
+        found |= {"copied_per_second": speed, "streams": streamed(memory.pipeline)}
+    print(json.dumps(found))
+
+
+def drawn(options: argparse.Namespace, latents: Path, memory: Memory) -> dict[str, Any]:
+    """Draw the images, and return the times."""
     import numpy as np
     import torch
 
     from sdflow.runtime.pipeline import Pipeline
 
-    torch.cuda.init()
-    at_first = torch.cuda.mem_get_info()[0]
-    held = None
-    if options.child == "fit":
-        held = torch.empty(at_first - int(options.gb * 1e9), dtype=torch.uint8, device="cuda")
-    begun, least = time.perf_counter(), [at_first]
-    pipeline = Pipeline.load(options.pipeline, "cuda", keep=options.child, checker=False)
-    loaded, seconds, drawn = time.perf_counter() - begun, [], None
+    begun = time.perf_counter()
+    pipeline = memory.pipeline = Pipeline.load(options.pipeline, "cuda", keep=options.child, checker=False)
+    loaded, seconds, parts, last = time.perf_counter() - begun, [], [], None
+
+    def passed(since: float) -> float:
+        torch.cuda.synchronize()
+        return time.perf_counter() - since
+
     for number in range(options.images + 1):
+        memory.tell(f"image {number}: before the text")
         begun = time.perf_counter()
         with pipeline.place.current():
             drawing = pipeline.drawing(
@@ -46,15 +154,36 @@ def child(options: argparse.Namespace, latents: Path) -> None:
                 guidance_scale=options.guidance,
                 generator=torch.Generator().manual_seed(0),
             )
-            least.append(torch.cuda.mem_get_info()[0])
-            drawing.run(lambda *_: least.append(torch.cuda.mem_get_info()[0]))
-            drawn = drawing.latents().float().cpu().numpy()
+            text = passed(begun)
+            memory.tell(f"image {number}: after the text")
+            drawing.run(lambda *_: memory.tell("after a step"))
+            last = drawing.latents().float().cpu().numpy()
+            steps = passed(begun)
             made = drawing.finish("np").images
-            least.append(torch.cuda.mem_get_info()[0])
-        seconds.append(time.perf_counter() - begun)
-    np.savez(latents, latents=drawn, image=made)
-    most = at_first - min(least) - (0 if held is None else held.nbytes)
-    print(json.dumps({"load_s": loaded, "first_s": seconds[0], "image_s": min(seconds[1:]), "bytes": most}))
+        seconds.append(passed(begun))
+        parts.append({"text_s": text, "steps_s": steps - text, "decode_s": seconds[-1] - steps})
+        memory.tell(f"image {number}: decoded")
+    np.savez(latents, latents=last, image=made)
+    most = memory.at_first - memory.least - memory.held
+    return {"load_s": loaded, "first_s": seconds[0], "image_s": min(seconds[1:]), "bytes": most, "parts": parts[-1]}
+
+
+def bound(found: dict[str, Any], steps: int) -> None:
+    """Print how long the copies of the streamed weights alone take."""
+    speed = found["fit"]["copied_per_second"]
+    print(f"copies from the host: {speed / 1e9:.1f} GB/s")
+    for name, each in found["fit"]["streams"].items():
+        if name == "moved_bytes":
+            print(f"values moved because they were not passed in place: {each} bytes (expected: 0)")
+            continue
+        print(
+            f"{name}: {each['resident'] / 1e9:.2f} GB stay, {each['streamed'] / 1e9:.2f} GB are streamed, "
+            f"{each['per_run'] / 1e9:.2f} GB of them in every run: {each['per_run'] / speed * 1000:.0f} ms"
+        )
+    for way in ("all", "fit"):
+        print(
+            f"{way}: {found[way]['parts']['steps_s'] / steps * 1000:.1f} ms a step, {found[way]['bytes'] / 1e9:.2f} GB"
+        )
 
 
 def main() -> None:
@@ -76,19 +205,30 @@ def main() -> None:
 
     found: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for way in ("all", "fit"):
-            command = [sys.executable, *sys.argv, "--child", way, "--latents", f"{scratch}/{way}.npz"]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-            if done.returncode:
-                print(f"{way}: status {done.returncode}")
+        children = {
+            way: subprocess.Popen(
+                [sys.executable, *sys.argv, "--child", way, "--latents", f"{scratch}/{way}.npz"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for way in ("all", "fit")
+        }
+        for way, process in children.items():
+            said, _ = process.communicate(GO)
+            if process.returncode:
+                print(f"{way}: status {process.returncode}", flush=True)
                 continue
-            found[way] = json.loads(done.stdout.splitlines()[-1])
+            found[way] = json.loads(said.splitlines()[-1])
             print(way, found[way], flush=True)
         if len(found) == 2:
             a, b = (np.load(f"{scratch}/{way}.npz") for way in ("all", "fit"))
             found["same"] = {name: bool(np.array_equal(a[name], b[name])) for name in a.files}
+            found["distance"] = {name: float(np.abs(a[name] - b[name]).max()) for name in a.files}
             found["ratio"] = {"image": found["fit"]["image_s"] / found["all"]["image_s"]}
-            print(found["same"], found["ratio"])
+            found["ratio"]["steps"] = found["fit"]["parts"]["steps_s"] / found["all"]["parts"]["steps_s"]
+            bound(found, options.steps)
+            print(found["same"], found["distance"], found["ratio"])
     if options.json:
         options.json.write_text(json.dumps({**vars(options), **found}, default=str, indent=1))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from sdflow.config.workflow import PipelineSpec, StepSpec
 from sdflow.errors import UsageError
-from sdflow.fits.estimate import ERROR, WAYS, MemoryNeed, Way, memory_need
+from sdflow.fits.estimate import WAYS, MemoryNeed, Way, memory_need
 from sdflow.fits.low_bits import CHOOSABLE, LOW_BITS, Choosable
 from sdflow.fits.weights import parameter_count
 from sdflow.machine.memory import HOST
@@ -47,7 +47,7 @@ class Choice:
 
 def choices(pipeline: PipelineSpec, checkpoint: Checkpoint, choosable: Sequence[Choosable] = CHOOSABLE) -> list[Choice]:
     """Every combination that the target supports, in order of preference: exact before quantized, resident before
-    turns.
+    turns before streamed.
 
     choosable: the passes to choose from. Raises UsageError if a submodel's size cannot be estimated.
     """
@@ -66,8 +66,8 @@ def choices(pipeline: PipelineSpec, checkpoint: Checkpoint, choosable: Sequence[
                 where=checkpoint.reference,
                 remedy="Leave out --fits.",
             )
-        found += [Choice(need, way, quantized) for way in WAYS]
-    return sorted(found, key=lambda each: (each.loss, each.way != "resident"))
+        found += [Choice(need, way, quantized) for way in need.ways]
+    return sorted(found, key=lambda each: (each.loss, WAYS.index(each.way)))
 
 
 def choose(
@@ -76,15 +76,15 @@ def choose(
     available: int,
     choosable: Sequence[Choosable] = CHOOSABLE,
 ) -> tuple[Choice, tuple[Choice, ...]]:
-    """The first choice that fits into this many bytes, and a faster one after it, with all weights resident, if any.
+    """The first choice that fits into this many bytes, and a faster one after it, whose weights move less, if any.
 
     Raises UsageError, naming the nearest choice, if none fits.
     """
     every = choices(pipeline, checkpoint, choosable)
     found = first_fitting(every, available)
     if found is None:
-        least = min(every, key=lambda each: each.peak)
-        wanted = math.ceil(least.peak * (1 + ERROR) / 1e8) / 10
+        least = min(every, key=lambda each: each.need.needed(each.way))
+        wanted = math.ceil(least.need.needed(least.way) / 1e8) / 10
         largest = max(least.need.submodels.items(), key=lambda item: item[1].weights)
         elsewhere = "" if pipeline.target == HOST else ", or generate on the CPU: --target cpu"
         raise UsageError(
@@ -102,13 +102,17 @@ def first_fitting(every: Sequence[Choice], available: int) -> tuple[Choice, tupl
     if not fitting:
         return None
     chosen, *others = fitting
-    quicker = [each for each in others if chosen.way == "turns" and each.way == "resident"]
+    quicker = [each for each in others if WAYS.index(each.way) < WAYS.index(chosen.way)]
     return chosen, tuple(quicker[:1])
 
 
 def in_words(choice: Choice) -> str:
     """Describe a choice in a phrase."""
-    shared = {"resident": "all weights resident", "turns": "submodels take turns"}[choice.way]
+    shared = {
+        "resident": "all weights resident",
+        "turns": "submodels take turns",
+        "streamed": "weights are streamed from host memory",
+    }[choice.way]
     parts = [f"{name} with {_pass_in_words(each)}" for name, each in choice.quantized.items()]
     return f"{' and '.join(parts)}, {shared}" if parts else shared
 

@@ -90,6 +90,9 @@ class Fit:
             limit = f" --device-memory {(available - CONTEXT) // 10**6}MB" if self.device.given is not None else ""
             option = "--low-memory" if self.need.low_memory else f"--keep fit{limit}"
             return f"fits with {option} in {whose}"
+        if self.way == "streamed":
+            limit = f" --device-memory {(available - CONTEXT) // 10**6}MB" if self.device.given is not None else ""
+            return f"fits with --keep fit{limit} in {whose}, which {self.need.streaming_in_words(available)}"
         return f"does not fit in {whose}; `sdflow init --fits` chooses smaller weights"
 
     def as_json(self) -> dict[str, Any]:
@@ -98,6 +101,7 @@ class Fit:
         return {
             "resident": None if need is None else need.peak("resident"),
             "turns": None if need is None else need.peak("turns"),
+            "streamed": None if need is None or "streamed" not in need.ways else need.peak("streamed"),
             "weights": None if need is None else {name: each.weights for name, each in need.submodels.items()},
             "available": self.device.bytes_for(self.target),
             "fits": self.way,

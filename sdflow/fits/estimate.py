@@ -15,14 +15,16 @@ from typing import Literal
 
 from sdflow.config.workflow import PipelineSpec
 from sdflow.families.shared.base import Family
-from sdflow.fits.weights import FLOAT32, HALF, is_half, scores_are_float32, weight_bytes
+from sdflow.fits.weights import FLOAT32, HALF, is_half, scores_are_float32, streamable_bytes, weight_bytes
 from sdflow.machine.memory import HOST
 from sdflow.manifest import REFINER
 from sdflow.models.base import Config
 from sdflow.runtime.memory_limit import drawing_bytes, working_bytes
-from sdflow.runtime.sessions.residency import HEADROOM
+from sdflow.runtime.sessions.residency import HEADROOM, reserved
+from sdflow.runtime.sessions.stream_plan import SEGMENT
 from sdflow.runtime.vae import SHARE as VAE_SHARE
 from sdflow.sources import Checkpoint
+from sdflow.units import spell_bytes
 
 LIBRARIES = 430_000_000
 CONTEXT = 500_000_000
@@ -31,18 +33,19 @@ HOST_PROCESS = 700_000_000
 ERROR = 0.05
 """Maximum relative error of the estimate compared with measurements; that much more must be available."""
 
-Way = Literal["resident", "turns"]
+Way = Literal["resident", "turns", "streamed"]
 """Whether all weights stay on the device, or the submodels' take turns: with `--keep fit` on CUDA, with `--low-memory`
-elsewhere."""
-WAYS: tuple[Way, ...] = ("resident", "turns")
+elsewhere. streamed: also, weights of submodels that do not fit by themselves are copied to the device in every run."""
+WAYS: tuple[Way, ...] = ("resident", "turns", "streamed")
 
 
 @dataclass(frozen=True)
 class SubmodelMemory:
-    """Bytes of a submodel's weights, and of one run's working memory."""
+    """Bytes of a submodel's weights, and of one run's working memory. streamable: of the weights."""
 
     weights: int
     working: int
+    streamable: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,10 +75,13 @@ class MemoryNeed:
         return sum(each.weights for each in self.submodels.values())
 
     def peak(self, way: Way) -> int:
-        """Peak in bytes."""
+        """Peak in bytes; of "streamed", the smallest possible."""
         found = self.submodels
         if way == "resident":
             return self.beside + self.weights + sum(each.working for each in found.values())
+        if way == "streamed":
+            most = max(each.weights - each.streamable for each in found.values())
+            return CONTEXT + self._planned_to_stream + most
         kept = 0 if self.low_memory else found[self.denoiser].working
         return self.beside + max(
             each.weights + each.working + (0 if name == self.denoiser else kept)
@@ -88,13 +94,48 @@ class MemoryNeed:
         """Whether weights take turns by `--low-memory`, which ends each session, instead of `--keep fit`."""
         return self.target != "cuda"
 
+    @property
+    def _retained(self) -> int:
+        """Bytes that `--keep fit` keeps free besides weights that take turns; weights of larger submodels are streamed
+        (`sdflow.runtime.drawing.turns`)."""
+        return reserved(self.submodels[self.denoiser].working)
+
+    @property
+    def _planned_to_stream(self) -> int:
+        """Bytes that `--keep fit` keeps free besides weights when it streams some."""
+        return self._retained + 2 * SEGMENT
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """The ways that the target has."""
+        return WAYS[:2] if self.low_memory else WAYS
+
+    def streamed(self, available: int) -> int:
+        """Bytes of the denoiser's weights that are streamed if this many bytes are available."""
+        weights, room = self.submodels[self.denoiser].weights, available - CONTEXT
+        return max(0, weights - room + self._planned_to_stream) if weights + self._retained > room else 0
+
+    def streaming_in_words(self, available: int) -> str:
+        """What is streamed, as a phrase with a verb."""
+        streamed = self.streamed(available)
+        if not streamed:
+            return "streams the text encoder"
+        return f"streams {spell_bytes(streamed)} of the {self.denoiser}'s {spell_bytes(self.submodels[self.denoiser].weights)}"
+
+    def needed(self, way: Way) -> int:
+        """Bytes of the device, including CUDA's context, from which it fits: the peak and the estimate's error. Of "turns"
+        on CUDA, what `--keep fit` requires, since it streams with less."""
+        if way == "turns" and not self.low_memory:
+            return max(self.peak(way), CONTEXT + self._retained + max(each.weights for each in self.submodels.values()))
+        return int(self.peak(way) * (1 + ERROR))
+
     def fits(self, way: Way, available: int) -> bool:
-        """Whether it fits, including the estimate's error. available: bytes of the device, including CUDA's context."""
-        return int(self.peak(way) * (1 + ERROR)) <= available
+        """Whether it fits. available: bytes of the device, including CUDA's context."""
+        return self.needed(way) <= available
 
     def way(self, available: int) -> Way | None:
         """The first way that fits; None if none does."""
-        return next((way for way in WAYS if self.fits(way, available)), None)
+        return next((way for way in self.ways if self.fits(way, available)), None)
 
     def keeps_all(self, available: int) -> bool:
         """Whether all weights stay by default: `--keep fit` counts more than was measured."""
@@ -125,7 +166,9 @@ def memory_need(pipeline: PipelineSpec, checkpoint: Checkpoint) -> MemoryNeed:
         if weights is None:
             unknown.append(name)
         working = _working(family, name, configs, pipeline) * (1 if name == family.decoder else rows)
-        found[name] = SubmodelMemory(weights or 0, working)
+        moves = name in (family.denoiser, *family.nets(configs).values(), *family.text_of(configs))
+        streamable = streamable_bytes(part.model, configs[name], pipeline.submodels[name]) if moves else 0
+        found[name] = SubmodelMemory(weights or 0, working, streamable)
     device = HOST if pipeline.target == HOST else "cuda"
     side = family.latents(configs).size
     return MemoryNeed(

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from math import prod
 
 from sdflow.config.workflow import StepSpec
-from sdflow.fits.low_bits import LOW_BITS, is_named
+from sdflow.fits.low_bits import EMBEDDED, LOW_BITS, is_named
 from sdflow.models.base import Config, Model
+from sdflow.runtime.sessions.stream_plan import LEAST
 
 FLOAT32, HALF = 4, 2
 _TO_HALF = "OnnxFloatToFloat16"
+_STREAMED_LOW_BITS = "QuantizeFp8"
+"""The pass whose operator reads its weights as they are in the file."""
 _UPSAMPLED = 16, 9
 """A 3x3 convolution after an upsampling becomes four of 2x2 (SubpixelConv)."""
 
@@ -37,21 +40,31 @@ def weight_bytes(model: Model, config: Config, steps: Sequence[StepSpec]) -> int
 
     Ignores constants, and norms kept in float32 (below 1 % at full size).
     """
+    found = _sizes(model, config, steps)
+    return None if found is None else sum(size for size, _ in found)
+
+
+def streamable_bytes(model: Model, config: Config, steps: Sequence[StepSpec]) -> int:
+    """Bytes of those weights that can be streamed to the device (`sdflow.runtime.sessions.stream_plan`)."""
+    return sum(size for size, streamable in _sizes(model, config, steps) or () if streamable)
+
+
+def _sizes(model: Model, config: Config, steps: Sequence[StepSpec]) -> list[tuple[int, bool]] | None:
+    """The bytes of each weight, and whether it can be streamed."""
     parameters = model.graph_parameters(config)
     if parameters is None:
         return None
     chain = {step.pass_name: step.options for step in steps}
-    quantizing = [(LOW_BITS[name], chain[name]) for name in chain if name in LOW_BITS]
+    quantizing = {name: LOW_BITS[name] for name in chain if name in LOW_BITS}
     exact = chain.get(_TO_HALF, {}).get("node_block_list") or ()
-    total = 0
+    found = []
     for name, shape in parameters.items():
         held = HALF if _TO_HALF in chain and not is_named(name, exact) else FLOAT32
         count = prod(shape)
         if "SubpixelConv" in chain and "upsamplers" in name and len(shape) == 4:
             count = count * _UPSAMPLED[0] // _UPSAMPLED[1]
-        taking = next((each for each, options in quantizing if each.taken(name, shape, options)), None)
-        if taking is None:
-            total += held * count
-        else:
-            total += taking.size(shape, held, next(options for each, options in quantizing if each is taking))
-    return total
+        by = next((each for each, low in quantizing.items() if low.taken(name, shape, chain[each])), None)
+        size = held * count if by is None else quantizing[by].size(shape, held, chain[by])
+        product = len(shape) == 2 and name.endswith(".weight") and not EMBEDDED.search(name)
+        found.append((size, product and size >= LEAST and by in (None, _STREAMED_LOW_BITS)))
+    return found

@@ -60,7 +60,7 @@ def _comments(pipeline: PipelineSpec, chosen: Choice, quicker: Sequence[Choice],
     lines = [
         "#",
         f"# Chosen for {spell_bytes(available)} of {kind}: {in_words(chosen)}. One image of {need.size}x{need.size} takes "
-        f"{spell_bytes(chosen.peak)} at most",
+        f"{spell_bytes(available if chosen.way == 'streamed' else chosen.peak)} at most",
         f"# by estimate (within {ERROR:.0%} of what was measured on CUDA; see docs/device_memory.md), "
         f"{spell_bytes(need.beside)} of them besides the pipeline:",
     ]
@@ -70,25 +70,30 @@ def _comments(pipeline: PipelineSpec, chosen: Choice, quicker: Sequence[Choice],
         why = held if quantized is None else f"{quantized.choosable.name}: {quantized.choosable.note}"
         working = f" and {spell_bytes(each.working)} to work in" if each.working else ""
         lines.append(f"#   {submodel:16}{spell_bytes(each.weights)} of weights{working}    {why}")
-    lines.append(f"# {_why_this_way(chosen)}")
+    lines.append(f"# {_why_this_way(chosen, available)}")
     if need.tiled(chosen.way, available):
         lines.append("# The VAE decodes in tiles, which changes images slightly.")
     lines += [f"# Quicker: {in_words(each)} takes {spell_bytes(each.peak)}." for each in quicker]
     return lines
 
 
-def _why_this_way(chosen: Choice) -> str:
+def _why_this_way(chosen: Choice, available: int) -> str:
     need = chosen.need
     if chosen.way == "resident":
         return "All weights stay on the device: they fit together."
     together = spell_bytes(need.peak("resident"))
+    if chosen.way == "streamed":
+        return (
+            f"Weights that do not fit are copied from host memory in every step: this {need.streaming_in_words(available)}\n"
+            "# (--keep fit, the default; the image is the same, but takes longer)."
+        )
     by = "--low-memory" if need.low_memory else "--keep fit, the default"
     return f"The submodels take turns ({by}; the image is the same, but takes longer): together they would take {together}."
 
 
 def _options(chosen: Choice, available: int) -> str:
     need = chosen.need
-    if chosen.way == "turns":
+    if chosen.way != "resident":
         return " --low-memory" if need.low_memory else f" --device-memory {(available - CONTEXT) // 10**6}MB"
     return "" if need.low_memory or need.keeps_all(available) else " --keep all"
 

@@ -123,7 +123,7 @@ class GenerateRequest(Settings):
     device_memory: Annotated[
         int | None,
         Parameter(
-            "Memory limit on a CUDA device, such as 12GB.",
+            "Memory limit on a CUDA device, such as 12GB; weights that do not fit are streamed.",
             otherwise="free memory",
             metavar="SIZE",
             read=partial(parse_size, where="--device-memory"),

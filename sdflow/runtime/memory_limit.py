@@ -83,3 +83,10 @@ def drawing_bytes(
 def working_bytes(family: Family, name: str, config: Mapping[str, Any], side: int, device: str) -> int:
     """Estimate the memory of a submodel's run besides its weights, for one row of latents of this side."""
     return row_bytes(family.part(name).of(config).model, config, (side, side), device)
+
+
+def device_run_bytes(family: Family, name: str, config: Mapping[str, Any], side: int, *, half: bool) -> int:
+    """Estimate the memory of a submodel's run on CUDA besides its weights, for one row of latents of this side, from
+    measured peaks. half: whether its graph is in 16 bits."""
+    factor = family.part(name).of(config).model.device_factor / (2 if half else 1)
+    return int(working_bytes(family, name, config, side, "cuda") * factor)

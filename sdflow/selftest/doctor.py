@@ -132,6 +132,14 @@ def _memory() -> Diagnosis:
     return Diagnosis("ok", "memory", what)
 
 
+_WAYS = {
+    "resident": "fit",
+    "turns": "fit with --keep fit",
+    "streamed": "fit with --keep fit, which streams weights",
+    None: "do not fit",
+}
+
+
 def _device_memory() -> Diagnosis:
     """The card's memory, and the models that fit into it."""
     device = device_for(None)
@@ -139,9 +147,7 @@ def _device_memory() -> Diagnosis:
         return Diagnosis("ok", "device memory", "unknown: neither NVIDIA's driver nor PyTorch shows a card")
     ways: dict[str, list[str]] = {}
     for name, fit in usual_fits(device):
-        ways.setdefault({"resident": "fit", "turns": "fit with --keep fit", None: "do not fit"}[fit.way], []).append(
-            name
-        )
+        ways.setdefault(_WAYS[fit.way], []).append(name)
     found = "; ".join(f"{', '.join(names)} {how}" for how, names in ways.items())
     return Diagnosis("ok", "device memory", f"{device.words_for('cuda')}: {found} (sdflow init --fits)")
 

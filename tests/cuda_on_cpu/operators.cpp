@@ -51,7 +51,7 @@ struct Tensor {
     }
 };
 
-char a_context, a_driver, a_library;  // their addresses stand for them
+char a_context, a_driver, a_library, a_copying_stream;  // their addresses stand for them
 std::string folder;
 bool backwards;
 int capability, processors;
@@ -86,10 +86,12 @@ Status* create_status(int, const char* message) { return new std::string(message
 Status* create_domain(const char*, void** domain) { return *domain = &operators, nullptr; }
 Status* domain_add(void*, const void* added) {
     auto one = static_cast<const Op*>(added);
-    return operators[one->name(one)] = one, nullptr;
+    if (!std::strcmp(one->provider(one), "CUDAExecutionProvider")) operators[one->name(one)] = one;
+    return nullptr;
 }
 Status* add_domain(void*, void*) { return nullptr; }
 Status* tensor_data(const void* value, void** data) { return *data = tensor(value)->memory, nullptr; }
+Status* element_type(const void* info, int* type) { return *type = tensor(info)->type, nullptr; }
 Status* dimensions_count(const void* info, size_t* count) { return *count = tensor(info)->dims.size(), nullptr; }
 Status* dimensions(const void* info, int64_t* dims, size_t count) {
     std::copy_n(tensor(info)->dims.begin(), count, dims);
@@ -104,7 +106,7 @@ Status* input(const void*, size_t index, const void** value) { return *value = i
 Status* output(void*, size_t index, const int64_t* dims, size_t count, void** value) {
     Tensor& made = outputs.at(index);
     require(!made.memory, "an output is made twice");
-    made.type = op->output_type(op, index);
+    made.type = op->output_type(op, index) ? op->output_type(op, index) : inputs.at(index)->type;
     made.dims.assign(dims, dims + count);
     made.allocate();
     return *value = &made, nullptr;
@@ -118,7 +120,8 @@ Api api(uint32_t version) {
     static std::vector<const void*> table(300, (const void*)not_there);
     const std::map<int, const void*> functions = {
         {0, (void*)create_status},    {26, (void*)create_domain},    {27, (void*)domain_add},
-        {28, (void*)add_domain},      {51, (void*)tensor_data},      {61, (void*)dimensions_count},
+        {28, (void*)add_domain},      {51, (void*)tensor_data},      {60, (void*)element_type},
+        {61, (void*)dimensions_count},
         {62, (void*)dimensions},      {65, (void*)type_and_shape},   {85, (void*)float_attribute},
         {86, (void*)int_attribute},   {88, (void*)input_count},      {89, (void*)output_count},
         {90, (void*)input},           {91, (void*)output},           {99, (void*)release_shape},
@@ -159,6 +162,50 @@ int function_attribute(void* function, int attribute, int value) {
 }
 int error_name(int error, const char** name) {
     return *name = error == INVALID_VALUE ? "CUDA_ERROR_INVALID_VALUE" : "CUDA_ERROR_NOT_FOUND", 0;
+}
+
+// Streams and events: what is queued, to stdout.
+
+std::map<void*, bool> recorded;  // event -> whether it was
+const char* stream_name(void* stream) {
+    require(stream == &a_stream || stream == &a_copying_stream, "a stream that is not there");
+    return stream == &a_stream ? "session" : "copies";
+}
+std::string event_name(void* event) {
+    require(recorded.count(event), "an event that is not there");
+    return "event " + std::to_string(*static_cast<int*>(event));
+}
+int stream_create(void** stream, unsigned flags) {
+    require(flags == 1, "a stream that the default stream waits for");
+    return *stream = &a_copying_stream, 0;
+}
+int event_create(void** event, unsigned flags) {
+    require(flags == 2, "an event that takes the time");
+    static int count;
+    recorded[*event = new int(count++)] = false;
+    return 0;
+}
+int event_destroy(void* event) {
+    require(recorded.erase(event), "an event that is not there");
+    return delete static_cast<int*>(event), 0;
+}
+int event_record(void* event, void* stream) {
+    std::printf("%s: record %s\n", stream_name(stream), event_name(event).c_str());
+    return recorded[event] = true, 0;
+}
+int stream_wait(void* stream, void* event, unsigned flags) {
+    require(!flags && recorded[event], "an event that was not recorded");
+    std::printf("%s: wait for %s\n", stream_name(stream), event_name(event).c_str());
+    return 0;
+}
+int copy_to_device(uint64_t to, const void* from, size_t size, void* stream) {
+    std::printf("%s: copy %zu bytes from %zu to %zu\n", stream_name(stream), size, (size_t)from, (size_t)to);
+    return 0;
+}
+int copy_within_device(uint64_t to, uint64_t from, size_t size, void* stream) {
+    std::printf("%s: pass %zu bytes\n", stream_name(stream), size);
+    std::memcpy((void*)to, (void*)from, size);
+    return 0;
 }
 
 bool waited;
@@ -241,7 +288,10 @@ void* emulated_dlsym(void* handle, const char* name) {
         {"cuDeviceGetAttribute", (void*)device_attribute}, {"cuModuleLoadData", (void*)module_load},
         {"cuModuleGetFunction", (void*)module_function},   {"cuLaunchKernelEx", (void*)launch_kernel},
         {"cuFuncSetAttribute", (void*)function_attribute}, {"cuTensorMapEncodeTiled", (void*)describe_matrix},
-        {"cuGetErrorName", (void*)error_name},
+        {"cuGetErrorName", (void*)error_name},             {"cuStreamCreate", (void*)stream_create},
+        {"cuEventCreate", (void*)event_create},            {"cuEventDestroy_v2", (void*)event_destroy},
+        {"cuEventRecord", (void*)event_record},            {"cuStreamWaitEvent", (void*)stream_wait},
+        {"cuMemcpyHtoDAsync_v2", (void*)copy_to_device},   {"cuMemcpyDtoDAsync_v2", (void*)copy_within_device},
     };
     require(functions.count(name), "a function of the driver that is not there");
     return functions.at(name);
@@ -268,7 +318,7 @@ int main(int count, char** given) {
     std::vector<std::string> before;
     for (std::size_t j = 0; j < inputs.size(); ++j) {
         if (!inputs[j]) continue;
-        require(inputs[j]->type == op->input_type(op, j), "an input is of another type than the operator takes");
+        require(!op->input_type(op, j) || inputs[j]->type == op->input_type(op, j), "an input is of another type than the operator takes");
         before.emplace_back(inputs[j]->memory, inputs[j]->size);
     }
     void* kernel = nullptr;

@@ -30,7 +30,8 @@ def test_plan_tells_before_the_build_whether_a_pipeline_fits(shell: Shell) -> No
 
 def test_the_words_tell_how_a_pipeline_fits() -> None:
     need = memory_need(*full_size("flux2_klein"))
-    for size, said in ((8, "does not fit"), (20, "fits with --keep all in 20 GB"), (24, "fits in 24 GB")):
+    streams = "fits with --keep fit --device-memory 7500MB in 8 GB, which streams 2.59 GB of the transformer's 7.75 GB"
+    for size, said in ((2, "does not fit"), (8, streams), (20, "fits with --keep all in 20 GB"), (24, "fits in 24 GB")):
         assert said in Fit(need, Device(size * 10**9, None), "cuda").words
 
 
@@ -52,8 +53,8 @@ def test_a_machine_without_a_card_is_told_as_that() -> None:
 def test_the_doctor_sorts_the_models_by_how_they_fit() -> None:
     ways = {name: fit.way for name, fit in usual_fits(Device(None, SMALL))}
     assert ways == {
-        "sd15": "resident", "sdxl": "resident", "sd35_medium": "turns", "flux2_klein": "turns", "z_image_turbo": None,
-        "flux1_schnell": None,
+        "sd15": "resident", "sdxl": "resident", "sd35_medium": "turns", "flux2_klein": "turns", "z_image_turbo": "streamed",
+        "flux1_schnell": "streamed",
     }  # fmt: skip
 
 

@@ -10,8 +10,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from sdflow.errors import VerificationError
-from sdflow.runtime.sessions.device_weights import ALIGNMENT, DeviceWeights
+from sdflow.runtime.sessions.device_weights import DeviceWeights
 from sdflow.runtime.sessions.session import create_session
+from sdflow.runtime.sessions.spans import ALIGNMENT
 from sdflow.targets import TARGETS
 
 VALUES = {

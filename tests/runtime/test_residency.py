@@ -98,6 +98,22 @@ def test_nobody_waits_for_work_unless_something_leaves() -> None:
     device.maps.clear()
 
 
+def test_room_is_made_for_what_work_allocates_even_if_its_weights_are_there() -> None:
+    device = Device(HEADROOM + 40 * MB)
+    places = Residency(device.free, lambda: None)
+    first, second = Weights(device, 1, 20 * MB), Weights(device, 2, 10 * MB)
+    for each in (first, second):
+        with places.using(each):
+            pass
+    with places.using(first, 10 * MB):
+        assert second.present
+    with places.using(first, 15 * MB):
+        assert first.present and not second.present
+    with places.using(second, 25 * MB):
+        assert not first.present
+    device.maps.clear()
+
+
 def test_weights_that_stay_are_not_moved_by_later_uses() -> None:
     device = Device(HEADROOM + 30 * MB)
     places = Residency(device.free, lambda: None)

@@ -131,9 +131,11 @@ class Denoisers:
         model = self._reading(sizes)
         if self._nets:  # even without a control image, to reset the last call's residuals
             sizes |= {"height": shape[2] * self._scale, "width": shape[3] * self._scale}
+            self._announce(shape, sizes)
             whole = WholeDenoiser(model, shape, sizes)
             return ControlledDenoiser(whole, self._nets, request.controls, sizes, shape[0], guess=request.guess)
         if model.path is None or not self._split:
+            self._announce(shape, sizes)
             return WholeDenoiser(model, shape, sizes)
         if request.skipped and rows == shape[0]:
             only = _key(shape, 0, sizes, request.skipped)
@@ -194,6 +196,7 @@ class Denoisers:
             if self._model.residency is not None:
                 self._model.residency.make_room(taken + self._data_bytes())
             reserve = partial(self._reserve, key, taken, needed) if self.shares_weights else None
+            self._announce(shape, sizes)
             self.kept[key], self._taken[key] = self._made(shape, sizes, layers, texts, skipped, reserve), taken
         self.kept.move_to_end(key)
         return self.kept[key]
@@ -206,8 +209,15 @@ class Denoisers:
         size = with_references((shape[2], shape[3]), sizes.get(REFERENCE_TOKENS, 0))
         return weights + sizes["batch"] * row_bytes(model.part.model, model.config, size, model.place.device)
 
+    def _announce(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> None:
+        """Tell the sessions that are created next how much memory their first runs take."""
+        if self._model.weights is not None and self._model.path is not None:
+            self._model.weights.working = self._bytes(shape, sizes)
+
     def _data_bytes(self) -> int:
-        """Return the size of the model's files, which are almost entirely weights."""
+        """Return the size of the model's files, which are almost entirely weights; of streamed ones, that on the device."""
+        if self._model.weights is not None and self._model.weights.plan is not None:
+            return self._model.weights.plan.resident
         assert self._model.path is not None, "only submodels of a pipeline folder are split"
         return sum(each.stat().st_size for each in self._model.path.parent.iterdir())
 

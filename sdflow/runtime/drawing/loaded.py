@@ -21,7 +21,7 @@ from sdflow.runtime.drawing.devices import require_devices
 from sdflow.runtime.drawing.preview import previewer, previewer_of
 from sdflow.runtime.drawing.record import Record, folder_record
 from sdflow.runtime.drawing.text import learned_words, with_words, without_last_layers
-from sdflow.runtime.drawing.turns import moving_weights
+from sdflow.runtime.drawing.turns import Moves, moving_weights
 from sdflow.runtime.files.folder import (
     SCHEDULER,
     TAKEN_APART,
@@ -34,7 +34,7 @@ from sdflow.runtime.files.folder import (
     target_of,
 )
 from sdflow.runtime.sessions.place import device_name
-from sdflow.runtime.sessions.residency import Keep, Residency
+from sdflow.runtime.sessions.residency import Keep
 from sdflow.runtime.sessions.session import LoadOptions
 from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.runtime.sessions.tuning import UNTUNED, Tuning
@@ -145,7 +145,7 @@ class LoadedPipeline:
         target: cpu, cuda, ...; default: the target it was built for. scheduler: replaces the folder's; one of
         `families.schedulers.SCHEDULERS`, or a name from A1111 or ComfyUI. checker: whether to run the family's checker,
         if present. keep: "all": all weights stay on a CUDA device; "fit": submodels that do not fit together take
-            turns.
+            turns, and weights of those that do not fit by themselves are streamed.
         device_memory: limit in bytes on the device memory of this process from now on; None: unchanged, initially all
         free memory. beside: bytes of weights that another pipeline will load there. cuda_graphs: submodels that may be
         captured; None: all. tuning: result of `sdflow tune` for this machine, `recorded_tuning(folder, target).tuning`.
@@ -175,7 +175,7 @@ class LoadedPipeline:
         def load(name: str) -> Submodel:
             return shared[name] if name in shared else loaded(name, 0, moves)
 
-        def loaded(name: str, device: int, moves: Residency | None) -> Submodel:
+        def loaded(name: str, device: int, moves: Moves | None) -> Submodel:
             # The encoder and the nets are loaded with the first image. A split denoiser only needs its parts.
             late = (family.encoder, *family.optional_parts(names))
             late = (*late, family.denoiser) if target.name in TAKEN_APART else late
@@ -187,6 +187,9 @@ class LoadedPipeline:
                 or bool(embeddings and name in family.text)
             )
             graphs = () if low_memory else cuda_graphs
+            plan = None if moves is None else moves.streams.get(name)
+            # Text encoders run once per image; streaming takes longer than launching their kernels one by one.
+            shrinks = name in (family.encoder, family.decoder) or (plan is not None and name in family.text)
             options = LoadOptions(engine_cache, threads, tuning)
             return load_submodel(
                 folder,
@@ -195,8 +198,9 @@ class LoadedPipeline:
                 cuda_graphs=graphs,
                 lazy=lazy,
                 options=options,
-                residency=moves,
-                shrinks=moves is not None and name in (family.encoder, family.decoder),
+                residency=None if moves is None else moves.residency,
+                shrinks=moves is not None and shrinks,
+                plan=plan,
                 device=device,
             )
 

@@ -1,17 +1,32 @@
-"""Decide whether a pipeline's weights fit on its device together or take turns."""
+"""Decide whether a pipeline's weights fit on its device together, take turns, or are streamed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from sdflow.artifact import WEIGHTS_FILE
-from sdflow.errors import UsageError
-from sdflow.runtime.files.folder import folder_configs, folder_family
-from sdflow.runtime.memory_limit import drawing_bytes
-from sdflow.runtime.sessions.residency import HEADROOM, Keep, Residency, residency
+from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE
+from sdflow.errors import SlowerWarning, UsageError
+from sdflow.families.shared.base import Family
+from sdflow.models.base import Role
+from sdflow.runtime.files.folder import folder_configs, folder_defaults, folder_family
+from sdflow.runtime.memory_limit import device_run_bytes, drawing_bytes
+from sdflow.runtime.sessions.residency import HEADROOM, Keep, Residency, reserved, residency
+from sdflow.runtime.sessions.session import read_graph
+from sdflow.runtime.sessions.stream_plan import StreamBuffers, StreamPlan, buffer_size, is_half, stream_plan
 from sdflow.targets import Target
 from sdflow.units import spell_bytes
+
+
+@dataclass(frozen=True)
+class Moves:
+    """residency: manages weights that take turns. streams: submodel -> plan, for those that do not fit by themselves."""
+
+    residency: Residency
+    streams: Mapping[str, StreamPlan] = field(default_factory=dict)
 
 
 def weight_bytes(folder: Path, names: Iterable[str]) -> dict[str, int]:
@@ -28,12 +43,13 @@ def moving_weights(
     device_memory: int | None,
     beside: int = 0,
     device: str = "cuda",
-) -> Residency | None:
-    """Return the Residency in which these submodels' weights take turns, or None if all stay: on the CPU, with keep
-    "all", or if they fit together with the working memory of one image of the model's own size with guidance.
+) -> Moves | None:
+    """Return how these submodels' weights move, or None if all stay: on the CPU, with keep "all", or if they fit together
+    with the working memory of one image of the model's own size with guidance.
 
     device_memory: limit in bytes for this process; None: all free memory. beside: bytes of further weights on the
-    device. device: a GPU, in torch's notation. Raises UsageError if a single submodel's weights exceed the limit.
+    device. device: a GPU, in torch's notation. Warns with SlowerWarning if a submodel's weights are streamed. Raises
+    UsageError if even that does not fit.
     """
     if target.name != "cuda" or keep == "all":
         return None
@@ -44,13 +60,51 @@ def moving_weights(
     room = places.room()
     fits = not sizes or sum(sizes.values()) + beside + working + HEADROOM <= room
     if fits:
-        return None if device_memory is None else places
-    largest = max(sizes, key=sizes.__getitem__)
-    if sizes[largest] + HEADROOM > room:
-        raise UsageError(
-            f"its {largest.replace('_', ' ')} has {spell_bytes(sizes[largest])} of weights, but only {spell_bytes(room)} "
-            f"of the device {device} are available, including {spell_bytes(HEADROOM)} of working memory",
-            where=str(folder),
-            remedy="Quantize it (QuantizeFp8), or use the CPU: --target cpu.",
+        return None if device_memory is None else Moves(places)
+    kept = reserved(_denoiser_bytes(folder, family, configs))
+    large = [name for name, size in sizes.items() if size + kept > room]
+    every = {name: read_graph(folder / name / MODEL_FILE) for name in large if _streams(family, configs, name)}
+    buffers = StreamBuffers(max(map(buffer_size, every.values()), default=0))
+    streams = {}
+    for name in large:
+        plan = None
+        if name in every:
+            latents = None if name in family.text_of(configs) else _latents(family, configs, name)
+            plan = stream_plan(every[name], room - kept - 2 * buffers.size, buffers, latents)
+        if plan is not None:
+            streams[name] = plan
+        elif sizes[name] + HEADROOM > room:
+            raise UsageError(
+                f"its {name.replace('_', ' ')} has {spell_bytes(sizes[name])} of weights, but only "
+                f"{spell_bytes(max(0, room))} of the device {device} are available, including {spell_bytes(HEADROOM)} of working "
+                "memory",
+                where=str(folder),
+                remedy="Quantize it (QuantizeFp8), or use the CPU: --target cpu.",
+            )
+    for name, plan in streams.items():
+        warnings.warn(
+            f"the {name.replace('_', ' ')} streams {spell_bytes(plan.size)} of its {spell_bytes(sizes[name])} of weights from "
+            f"host memory, because {spell_bytes(room)} of the device are available",
+            SlowerWarning,
+            stacklevel=3,
         )
-    return places
+    return Moves(places, streams)
+
+
+def _streams(family: Family, configs: Mapping[str, Mapping[str, Any]], name: str) -> bool:
+    """Whether a submodel's weights may be streamed: not those of the VAE, which are few."""
+    return name in (family.denoiser, *family.nets(configs).values(), *family.text_of(configs))
+
+
+def _latents(family: Family, configs: Mapping[str, Mapping[str, Any]], name: str) -> str:
+    """Return the name of the input that changes from step to step."""
+    return family.part(name).of(configs[name]).ports(configs[name]).of(Role.LATENTS)
+
+
+def _denoiser_bytes(folder: Path, family: Family, configs: Mapping[str, Mapping[str, Any]]) -> int:
+    """Return the working memory of the denoiser, which its sessions retain, for one image of the model's own size."""
+    name = family.denoiser
+    guided = family.guided(configs, folder_defaults(folder)["text"].guidance_scale)
+    half = is_half(read_graph(folder / name / MODEL_FILE))
+    side = family.latents(configs).size
+    return (2 if guided else 1) * device_run_bytes(family, name, configs[name], side, half=half)

@@ -25,6 +25,7 @@ from sdflow.runtime.sessions.live_weights import LiveWeights
 from sdflow.runtime.sessions.place import device_name, place
 from sdflow.runtime.sessions.residency import Residency
 from sdflow.runtime.sessions.session import DAMAGED, PLAIN, LoadOptions, create_session
+from sdflow.runtime.sessions.stream_plan import StreamPlan, is_half
 from sdflow.runtime.sessions.submodel import Edit, Submodel, read_edited
 from sdflow.sources.load import load_companion
 from sdflow.targets import Target, find_target
@@ -198,6 +199,8 @@ def load_submodel(
     shared: DeviceWeights | None = None,
     residency: Residency | None = None,
     shrinks: bool = False,
+    plan: StreamPlan | None = None,
+    delay: int = 0,
     device: int = 0,
 ) -> Submodel:
     """Load one submodel of a pipeline folder on a target. Its sessions run on its place's stream.
@@ -206,14 +209,16 @@ def load_submodel(
     be captured; None: all. lazy: create the session on first use, as always for one session per set of shapes. live:
     external weights that its sessions read. shared: device weights of the same model, if already loaded. residency:
     manages weights that take turns on the device; None: they stay. shrinks: return a run's working memory to the device
-    afterwards; such runs are not captured. device: number of the GPU.
+    afterwards; such runs are not captured. plan: weights that are streamed to the device in every run. delay: see
+    `StreamedWeights`. device: number of the GPU.
     """
     where = place(device_name("cuda" if target.session.needs_cuda else "cpu", device))
     model = (folder / submodel / MODEL_FILE).resolve()
-    fixed = target.name == "cuda" and (cuda_graphs is None or submodel in cuda_graphs)
+    captured = cuda_graphs is None or submodel in cuda_graphs
+    fixed = plan is not None or (target.name == "cuda" and captured)
     if where.stream is not None:
         options = replace(options, stream=where.stream.cuda_stream, device=where.index)
-    weights = (shared or DeviceWeights(model, where.device, residency)) if fixed else None
+    weights = (shared or DeviceWeights(model, where.device, residency, plan, delay=delay)) if fixed else None
     config = submodel_config(folder, submodel)
     part = (family or folder_family(folder)).part(submodel).of(config)
 
@@ -230,7 +235,9 @@ def load_submodel(
     ) -> Any:
         held = None
         inputs: dict[str, Any] = {}
-        if graph is None and (edits or live is not None):
+        with where.current():
+            streams = None if weights is None else weights.streams()
+        if graph is None and (edits or live is not None or streams is not None):
             graph = read_edited(model, edits)
         if live is not None:
             graph, inputs = live.open(graph)
@@ -247,11 +254,14 @@ def load_submodel(
                 graph=graph,
                 weights=held,
                 live=inputs,
-                capture=capture and fixed and not shrinks,
+                streams=streams,
+                capture=capture and fixed and captured and not shrinks,
                 artifact=artifact,
                 profile=profile,
             )
         session.resident, session.shrinks = resident, shrinks
+        if weights is not None and graph is not None:
+            session.working = int(weights.working * part.model.device_factor / (2 if is_half(graph) else 1))
         return session
 
     loaded = Submodel(

@@ -64,8 +64,7 @@ static int loaded[PART_COUNT];
 
 Gpu gpu;
 
-/* The name of an error of the driver (CUresult). */
-static const char *name_of(int error) {
+const char *driver_error(int error) {
     const char *name = 0;
     void *driver = dlopen("libcuda.so.1", RTLD_NOW);
     int (*get)(int, const char **) = driver ? dlsym(driver, "cuGetErrorName") : 0;
@@ -184,7 +183,7 @@ static const char *load_locked(Part part) {
         gpu.context = context;
     }
     if ((error = load(&from.module, codes[part]))) { /* for another device, or by an NVRTC that is newer than the driver */
-        snprintf(refusal, sizeof refusal, "the driver does not load the kernels: %s", name_of(error));
+        snprintf(refusal, sizeof refusal, "the driver does not load the kernels: %s", driver_error(error));
         return refusal;
     }
     if (find_part(part, &from)) return "the kernels are not complete";
@@ -211,12 +210,15 @@ const char *launch(void *function, Launch config, void **arguments) {
     Attribute attributes[2];
     unsigned count = 0;
     if (config.attributes) attributes[count++] = *config.attributes;
-    if (gpu.overlaps) attributes[count++] = (Attribute){.id = PROGRAMMATIC_STREAM_SERIALIZATION, .value.allowed = 1};
+    if (gpu.overlaps && !gpu.joined) attributes[count++] = (Attribute){.id = PROGRAMMATIC_STREAM_SERIALIZATION, .value.allowed = 1};
+    gpu.joined = 0;
     config.attributes = count ? attributes : 0;
     config.attribute_count = count;
     const int error = gpu.launch(&config, function, arguments, 0);
-    return error ? name_of(error) : 0;
+    return error ? driver_error(error) : 0;
 }
+
+Api registered_api;
 
 typedef struct {
     Api (*api)(uint32_t);
@@ -233,10 +235,12 @@ __attribute__((visibility("default"))) Status *RegisterCustomOps(void *options, 
                        &op_rotary_qkv, &op_rotary_qkv_bfloat16,
                        &residual_norms[0], &residual_norms[1], &residual_norms[2], &residual_norms[3], &residual_norms[4],
                        &residual_norms[5], &gated_activations[0], &gated_activations[1], &gated_activations[2],
-                       &gated_activations[3], &int8_rows[0], &int8_rows[1], &int8_product[0], &int8_product[1]};
+                       &gated_activations[3], &int8_rows[0], &int8_rows[1], &int8_product[0], &int8_product[1],
+                       &stream_weights, &stream_weights_on_cpu};
     Api api = base->api(ORT_VERSION);
     Status *failed = 0;
     pthread_mutex_lock(&lock);
+    registered_api = api;
     if (!domain) {
         failed = CREATE_DOMAIN(api)("sdflow", &domain);
         for (size_t i = 0; !failed && i < sizeof all / sizeof *all; ++i) failed = DOMAIN_ADD(api)(domain, all[i]);

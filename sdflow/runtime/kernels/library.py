@@ -54,6 +54,7 @@ OPERATORS = tuple(
         "gated_activation.c",
         "int8_rows.c",
         "int8_product.c",
+        "stream_weights.c",
     )
 )
 HEADERS = (FOLDER / "ort.h", FOLDER / "few_keys_attention.h")
@@ -189,21 +190,8 @@ class Kernels:
         self._device = [found.name, found.multi_processor_count, driver_version()]
         self._folder, self._nvrtc = kernel_folder(), Nvrtc()
         self._wrong: dict[str, str | None] = {}
-        texts = [path.read_text(encoding="utf-8") for path in (*OPERATORS, *HEADERS)]
-        key = digest_json({"sources": texts, "defines": DEFINES, "machine": platform.machine()})
-        self.library = self._folder / key / (f"libsdflow_kernels-{device}.so" if device else LIBRARY)
-        try:
-            self._loaded = self._opened(key)
-        except OSError:  # built on another system that shares this folder
-            for path in {self.library, self._folder / key / LIBRARY}:
-                path.unlink(missing_ok=True)
-            self._loaded = self._opened(key)
-
-    def _opened(self, key: str) -> ctypes.CDLL:
-        """Load the library, built unless already done."""
-        built = self._kept(self._folder / key / LIBRARY, key, compile_operators)
-        self._kept(self.library, key, lambda _: built)
-        return ctypes.CDLL(str(self.library))
+        self.library = operator_library(device)
+        self._loaded = ctypes.CDLL(str(self.library))
 
     def require(self, names: Iterable[str]) -> dict[str, str]:
         """Compile and test these parts unless already done. Return unusable parts -> reason."""
@@ -222,7 +210,7 @@ class Kernels:
         key = digest_json(content)
         path = self._folder / key / f"{name}.cubin"
         try:
-            code = self._kept(path, key, lambda _: compile_part(name, self._nvrtc, self._architecture))
+            code = _kept(path, key, lambda _: compile_part(name, self._nvrtc, self._architecture))
         except SdflowError as error:
             return str(error)
         code = _codes.setdefault((self.library, name), code)
@@ -256,25 +244,55 @@ class Kernels:
             keep(path, canonical_json(distances), key)
         return None
 
-    def _kept(self, path: Path, key: str, make: Any) -> bytes:
-        """Return the content of a file, built unless an intact one exists. make: builds it, given a folder to write
-        in."""
-        kept = read_kept(path, key)  # without a lock: the folder may be read-only
-        if kept is not None:
-            return kept
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(path.with_suffix(".lock")):
-                if (kept := read_kept(path, key)) is not None:
-                    return kept
-                for left in path.parent.glob(f"{_UNFINISHED}*"):  # left by a killed process
-                    shutil.rmtree(left, ignore_errors=True)
-                with tempfile.TemporaryDirectory(dir=path.parent, prefix=_UNFINISHED) as folder:
-                    made: bytes = make(Path(folder))
-                    keep(path, made, key)
-                    return made
-        except OSError as error:
-            raise TargetUnavailableError(f"{path.parent} cannot be written: {error}", remedy=_ELSEWHERE) from error
+
+def operator_library(device: int = 0) -> Path:
+    """Compile the operators, unless an intact library exists. Without their kernels, only those for weights run. device:
+    number of the GPU; each has a copy, because a loaded library holds its kernels.
+
+    Raises TargetUnavailableError without a C compiler or on another system than Linux, and UsageError if there is no folder
+    to store it.
+    """
+    if not sys.platform.startswith("linux"):
+        raise TargetUnavailableError("sdflow's operators require Linux")
+    texts = [path.read_text(encoding="utf-8") for path in (*OPERATORS, *HEADERS)]
+    key = digest_json({"sources": texts, "defines": DEFINES, "machine": platform.machine()})
+    first = kernel_folder() / key / LIBRARY
+    library = first.with_name(f"libsdflow_kernels-{device}.so") if device else first
+    try:
+        _opened(first, library, key)
+    except OSError:  # built on another system that shares this folder
+        for path in {first, library}:
+            path.unlink(missing_ok=True)
+        _opened(first, library, key)
+    return library
+
+
+def _opened(first: Path, library: Path, key: str) -> ctypes.CDLL:
+    """Load a copy of the first GPU's library, both built unless already done."""
+    built = _kept(first, key, compile_operators)
+    _kept(library, key, lambda _: built)
+    return ctypes.CDLL(str(library))
+
+
+def _kept(path: Path, key: str, make: Any) -> bytes:
+    """Return the content of a file, built unless an intact one exists. make: builds it, given a folder to write
+    in."""
+    kept = read_kept(path, key)  # without a lock: the folder may be read-only
+    if kept is not None:
+        return kept
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):
+            if (kept := read_kept(path, key)) is not None:
+                return kept
+            for left in path.parent.glob(f"{_UNFINISHED}*"):  # left by a killed process
+                shutil.rmtree(left, ignore_errors=True)
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix=_UNFINISHED) as folder:
+                made: bytes = make(Path(folder))
+                keep(path, made, key)
+                return made
+    except OSError as error:
+        raise TargetUnavailableError(f"{path.parent} cannot be written: {error}", remedy=_ELSEWHERE) from error
 
 
 def kernel_folder() -> Path:

@@ -14,6 +14,7 @@
 #include "few_keys_attention.h"
 
 #define ORT_VERSION 16
+#define ALIAS_VERSION 19 /* of the interface of an operator that says which outputs have an input's memory */
 #define VECTOR 8 /* channels of a thread, in all kernels */
 
 enum { FLOAT = 1, UINT8 = 2, INT8 = 3, FLOAT16 = 10, BFLOAT16 = 16 };
@@ -28,6 +29,7 @@ typedef void Status;
 #define DOMAIN_ADD(api) CALL(api, 27, Status *, void *, const void *)
 #define ADD_DOMAIN(api) CALL(api, 28, Status *, void *, void *)
 #define TENSOR_DATA(api) CALL(api, 51, Status *, const void *, void **)
+#define ELEMENT_TYPE(api) CALL(api, 60, Status *, const void *, int *)
 #define DIMENSIONS_COUNT(api) CALL(api, 61, Status *, const void *, size_t *)
 #define DIMENSIONS(api) CALL(api, 62, Status *, const void *, int64_t *, size_t)
 #define TYPE_AND_SHAPE(api) CALL(api, 65, Status *, const void *, void **)
@@ -38,6 +40,10 @@ typedef void Status;
 #define INPUT(api) CALL(api, 90, Status *, const void *, size_t, const void **)
 #define OUTPUT(api) CALL(api, 91, Status *, void *, size_t, const int64_t *, size_t, void **)
 #define RELEASE_SHAPE(api) CALL(api, 99, void, void *)
+#define INFERRED_INPUT(api) CALL(api, 268, Status *, const void *, size_t, void **)
+#define INFERRED_ATTRIBUTE(api) CALL(api, 269, Status *, const void *, const char *, const void **)
+#define INFERRED_OUTPUT(api) CALL(api, 270, Status *, const void *, size_t, const void *)
+#define READ_ATTRIBUTE(api) CALL(api, 272, Status *, const void *, int, void *, size_t, size_t *)
 #define GPU_STREAM(api) CALL(api, 193, Status *, const void *, void **)
 
 #define TRY(call)                     \
@@ -105,6 +111,7 @@ typedef struct {
     void *int8_rows[2], *int8_product[2][3]; /* float16, bfloat16; products: wide, narrow, for compute capability 7.5 */
     int shared_memory; /* bytes that a block may have */
     int processors, overlaps; /* overlaps: a kernel may be launched while the one before it runs */
+    int joined;               /* the next kernel may not: its stream waits for another */
     int (*launch)(const Launch *, void *, void **, void **);
     /* cuTensorMapEncodeTiled, in the order of cuda.h */
     int (*describe)(void *, int, unsigned, void *, const uint64_t *, const uint64_t *, const unsigned *, const unsigned *, int,
@@ -141,6 +148,12 @@ typedef enum { PARTS(PART) PART_COUNT } Part;
 /* Loads the kernels of a part unless they are. Returns why that cannot be done, else null. */
 const char *load_kernels(Part part);
 
+/* The name of an error of the driver (CUresult). */
+const char *driver_error(int error);
+
+/* ONNX Runtime's interface, from when this library was first registered. */
+extern Api registered_api;
+
 /* Null when the kernel is queued, else why it is not. */
 const char *launch(void *function, Launch config, void **arguments);
 
@@ -176,7 +189,7 @@ int float8_tiles_suit(int64_t rows, int64_t n, int64_t k);
 /* Null when it is queued, else why it is not. */
 const char *multiply_float8_tiles(const Float8Operands *of, int64_t rows, int64_t n, int64_t k, void *stream);
 
-/* OrtCustomOp, as far as version 16 of the interface reads it. */
+/* OrtCustomOp, as far as version 19 of the interface reads it. */
 typedef struct Op {
     uint32_t version;
     void *(*create_kernel)(const struct Op *, Api, const void *);
@@ -197,6 +210,14 @@ typedef struct Op {
     int (*variadic_output_homogeneous)(const struct Op *);
     Status *(*create_kernel_v2)(const void *, Api, const void *, void **);
     Status *(*kernel_compute_v2)(void *, void *);
+    /* since version 17 */
+    Status *(*infer_shapes)(const struct Op *, void *);
+    int (*start_version)(const struct Op *), (*end_version)(const struct Op *);
+    /* since version 18 */
+    size_t (*may_inplace)(int **, int **);
+    void (*release_may_inplace)(int *, int *);
+    size_t (*alias)(int **, int **);
+    void (*release_alias)(int *, int *);
 } Op;
 
 extern const Op group_norm, group_norm_single, bias_split_gelu, geglu, few_keys_attention;
@@ -205,6 +226,7 @@ extern const Op op_rotary_qkv, op_rotary_qkv_bfloat16;
 extern const Op residual_norms[6], gated_activations[4];
 extern const Op float8_rows, float8_rows_bfloat16, float8_split_gelu, float8_layer_norm;
 extern const Op float8_product, float8_product_bfloat16, float8_gated_product;
+extern const Op stream_weights, stream_weights_on_cpu;
 extern const Op float8_norms[4], float8_activations[4];
 extern const Op int8_rows[2], int8_product[2];
 

@@ -44,12 +44,13 @@ class Bound:
         self._session: onnxruntime.InferenceSession = session
         self._place = place
         self._resident: Resident | None = getattr(session, "resident", None)
+        self._working: int = getattr(session, "working", 0)
+        self._shrinks: bool = getattr(session, "shrinks", False)
         self._options = onnxruntime.RunOptions()
         if place.stream is not None:
             self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-            shrinks = getattr(session, "shrinks", False)
-            self._options.add_run_config_entry("gpu_graph_id", "0" if fixed and not shrinks else "-1")
-            if shrinks:
+            self._options.add_run_config_entry("gpu_graph_id", "0" if fixed and not self._shrinks else "-1")
+            if self._shrinks:
                 self._options.add_run_config_entry("memory.enable_memory_arena_shrinkage", f"gpu:{place.index}")
         self._unprepared = place.stream is not None
         self._io = session.io_binding()
@@ -76,7 +77,9 @@ class Bound:
         import onnxruntime
 
         try:
-            with nullcontext() if self._resident is None else self._resident.using():
+            # The arena keeps the memory of the first run, unless it shrinks.
+            working = self._working if self._unprepared or self._shrinks else None
+            with nullcontext() if self._resident is None else self._resident.using(working):
                 if self._unprepared:
                     self._prepare()
                 if self._copied:

@@ -14,35 +14,49 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sdflow.onnx_model.facts import tensor_bytes
-from sdflow.onnx_model.files import data_span, is_external
+from sdflow.errors import UsageError
+from sdflow.onnx_model.files import is_external
 from sdflow.runtime.sessions.moving_memory import MovingMemory
 from sdflow.runtime.sessions.residency import Residency, Resident
 from sdflow.runtime.sessions.session import read_graph
+from sdflow.runtime.sessions.spans import Span, aligned, span_of
+from sdflow.runtime.sessions.stream_plan import StreamPlan
+from sdflow.runtime.sessions.streamed_weights import StreamedWeights
 
 if TYPE_CHECKING:
     import onnx
     import onnxruntime
     import torch
 
-ALIGNMENT = 256
-"""In bytes, as in the driver's own allocations."""
-
 
 class DeviceWeights:
     """A model's external data in one block of device memory, copied on first use.
 
     model: path of the ModelProto; its data file is in the same folder and must not change. residency: manages weights
-    that take turns; None: they stay.
+    that take turns; None: they stay. plan: the weights that are not in the block but streamed to it; delay: see
+    `StreamedWeights`.
     """
 
-    def __init__(self, model: Path, device: str, residency: Residency | None = None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        device: str,
+        residency: Residency | None = None,
+        plan: StreamPlan | None = None,
+        *,
+        delay: int = 0,
+    ) -> None:
         self._model, self._device = model, device
+        self.plan, self._delay = plan, delay
         self._lock = threading.Lock()
-        self._values: dict[_Span, torch.Tensor] | None = None
+        self._values: dict[Span, torch.Tensor] | None = None
         self._residency = residency
         self.resident: Resident | None = None
         """Sessions must use the weights through this; None if the weights stay on the device."""
+        self._streams: StreamedWeights | None = None
+        self.working = 0
+        """Working memory in bytes of sessions that are created from now on, in float32 (`row_bytes`). It is kept free
+        for their first runs."""
 
     def of(self, graph: onnx.ModelProto) -> dict[str, onnxruntime.OrtValue]:
         """Return initializer name -> device value, for a graph whose initializers are in the model's data file.
@@ -53,9 +67,29 @@ class DeviceWeights:
 
         return {name: onnxruntime.OrtValue.from_dlpack(value) for name, value in self._of(graph).items()}
 
+    def streams(self) -> StreamedWeights | None:
+        """Return the weights that sessions must take as inputs because they are streamed, if any. Raises
+        TargetUnavailableError without a C compiler."""
+        if self.plan is None:
+            return None
+        with self._lock:
+            if self._values is None:
+                self._values = self._copied()
+            return self._streams
+
     def tensors(self, names: Collection[str]) -> dict[str, torch.Tensor]:
         """Return the same memory as read-only tensors, by the model's names. The weights stay on the device from now
-        on."""
+        on.
+
+        Raises UsageError if weights are streamed.
+        """
+        if self.plan is not None:
+            raise UsageError(
+                "its weights are streamed to the device, so LoRAs cannot be chosen per request",
+                where=str(self._model.parent),
+                remedy="Merge the LoRAs when the pipeline is built (loras: in the workflow), or allow more memory "
+                "(--device-memory).",
+            )
         found = {name: value for name, value in self._of(read_graph(self._model)).items() if name in names}
         if self.resident is not None:
             self.resident.residency.stay(self.resident.weights)
@@ -66,30 +100,32 @@ class DeviceWeights:
             if self._values is None:
                 self._values = self._copied()
             values = self._values
-        wanted = {tensor.name: _span(tensor) for tensor in graph.graph.initializer if is_external(tensor)}
+        wanted = {tensor.name: span_of(tensor) for tensor in graph.graph.initializer if is_external(tensor)}
         return {name: values[span] for name, span in wanted.items() if span in values}
 
     def release(self) -> None:
         """Release the memory, which is freed once its sessions are gone too."""
         with self._lock:
-            self._values = None
+            self._values = self._streams = None
             if self.resident is not None:
                 self.resident.residency.forget(self.resident.weights)
                 self.resident = None
 
-    def _copied(self) -> dict[_Span, torch.Tensor]:
+    def _copied(self) -> dict[Span, torch.Tensor]:
         import numpy as np
         import torch
         from onnx import TensorProto
         from onnx.helper import tensor_dtype_to_np_dtype
 
         tensors = read_graph(self._model).graph.initializer
-        found = {_span(tensor): tensor for tensor in tensors if is_external(tensor) and _span(tensor)[2]}
-        sizes = {span: -(-span[2] // ALIGNMENT) * ALIGNMENT for span in found}
-        size = sum(sizes.values())
+        streamed: set[Span] = set() if self.plan is None else set(self.plan.streamed)
+        found = {span_of(tensor): tensor for tensor in tensors if is_external(tensor) and span_of(tensor)[2]}
+        found = {span: tensor for span, tensor in found.items() if span not in streamed}
+        sizes = [aligned(length) for _, _, length in found]
+        size = sum(sizes)
 
         def read(memory: torch.Tensor) -> None:
-            for (location, offset, length), slot in zip(found, memory.split(list(sizes.values())), strict=True):
+            for (location, offset, length), slot in zip(found, memory.split(sizes), strict=True):
                 # Copy on write: torch requires writable memory.
                 data = np.memmap(self._model.parent / location, np.uint8, "c", offset, (length,))
                 slot[:length].copy_(torch.from_numpy(data))
@@ -103,8 +139,10 @@ class DeviceWeights:
             weakref.finalize(self, self._residency.forget, moving).atexit = False
             with self.resident.using():
                 memory = moving.bytes()
+        if self.plan is not None:
+            self._streams = StreamedWeights(self._model.parent, self.plan, self._device, delay=self._delay)
         values = {}
-        for span, slot in zip(found, memory.split(list(sizes.values())), strict=True):
+        for span, slot in zip(found, memory.split(sizes), strict=True):
             length = span[2]
             element = found[span].data_type
             if element == TensorProto.FLOAT8E4M3FN:  # sessions read it as bytes (`sdflow.runtime.kernels.float8`)
@@ -112,12 +150,3 @@ class DeviceWeights:
             dtype = getattr(torch, str(np.dtype(tensor_dtype_to_np_dtype(element))))
             values[span] = slot[:length].view(dtype).view(tuple(found[span].dims))
         return values
-
-
-_Span = tuple[str, int, int]
-"""File name, offset and length in bytes."""
-
-
-def _span(tensor: onnx.TensorProto) -> _Span:
-    location, offset, length = data_span(tensor)
-    return location, offset, tensor_bytes(tensor) if length is None else length

@@ -59,20 +59,25 @@ class MovingMemory:
         """Free the device memory. The first time, values are copied to page-locked host memory if there is enough;
         otherwise they are reread later."""
         if self._host is None and self._values < HOST_SHARE * available_bytes():
-            self._host = _page_locked(self._values)
+            self._host = page_locked(self._values)
             if self._host is not None:
                 self._host.copy_(self.bytes())
         self._range.empty()
 
     def __del__(self) -> None:
         if self._host is not None and not sys.is_finalizing():
-            import torch
-
-            torch.cuda.synchronize(self._device)  # a copy may still be reading it
-            torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
+            unlock(self._host, self._device)
 
 
-def _page_locked(size: int) -> torch.Tensor | None:
+def unlock(memory: torch.Tensor, device: str) -> None:
+    """Let memory from `page_locked` be moved again, before it is freed. device: reads it."""
+    import torch
+
+    torch.cuda.synchronize(device)  # a copy may still be reading it
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def page_locked(size: int) -> torch.Tensor | None:
     """Return page-locked memory of exactly this size (torch's allocator rounds up to a power of two), or None if
     unavailable."""
     import torch

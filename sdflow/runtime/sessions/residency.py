@@ -22,6 +22,15 @@ Keep = Literal["all", "fit"]
 HEADROOM = 1 << 29
 """Bytes kept free on the device when weights are loaded: for a session's first run, and the driver's own use."""
 
+MARGIN = 1 << 29
+"""Bytes kept free besides HEADROOM when weights are streamed, since one more byte streamed costs less than a failure."""
+
+
+def reserved(working: int) -> int:
+    """Bytes of a device that weights which take turns leave free; larger ones are streamed. working: the denoiser's
+    working memory, which its sessions keep."""
+    return HEADROOM + MARGIN + working
+
 
 class Movable(Protocol):
     """Weights that can leave a device and come back. size: in device bytes."""
@@ -69,12 +78,15 @@ class Residency:
         return min(free, self.limit - (self._at_first - free if used is None else used))
 
     @contextmanager
-    def using(self, weights: Movable) -> Iterator[None]:
-        """Keep the weights on the device inside, and until the work queued inside is done."""
+    def using(self, weights: Movable, working: int | None = None) -> Iterator[None]:
+        """Keep the weights on the device inside, and until the work queued inside is done. working: bytes that this work
+        allocates, for which others are evicted; None: its memory is already allocated."""
         with self._lock:
             if not weights.present:
-                self.make_room(weights.size + HEADROOM, weights)
+                self.make_room(weights.size + HEADROOM + (working or 0), weights)
                 weights.bring()
+            elif working is not None:
+                self.make_room(HEADROOM + working, weights)
             if weights not in self._staying:
                 self._present[weights] = None
                 self._present.move_to_end(weights)
@@ -110,9 +122,9 @@ class Resident:
     residency: Residency
     weights: Movable
 
-    def using(self) -> AbstractContextManager[None]:
+    def using(self, working: int | None = None) -> AbstractContextManager[None]:
         """See `Residency.using`."""
-        return self.residency.using(self.weights)
+        return self.residency.using(self.weights, working)
 
 
 _residencies: dict[str, Residency] = {}

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     import onnxruntime
     import torch
 
+    from sdflow.runtime.sessions.streamed_weights import StreamedWeights
+
 # ONNX Runtime's message if a node is not on the provider or the graph has control flow.
 _NOT_CAPTURED = "cannot use the graph capture feature"
 
@@ -91,6 +93,7 @@ def create_session(
     graph: onnx.ModelProto | None = None,
     weights: Mapping[str, onnxruntime.OrtValue] | None = None,
     live: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    streams: StreamedWeights | None = None,
     capture: bool = False,
     artifact: str | None = None,
     profile: Profile | None = None,
@@ -102,6 +105,7 @@ def create_session(
     can, which requires fixed shapes.
     weights: existing initializers, used instead of those in the model's data file.
     live: weights that are graph inputs (`sdflow.runtime.sessions.live_weights`), and their memory.
+    streams: weights of `graph` that are copied to the device in every run.
     artifact: digest of the model and its weights; without it, or with `graph`, the provider stores no compiled files.
     profile: range of input shapes, for targets that need it.
     capture: allow CUDA graphs (run option `gpu_graph_id`) if the provider supports them and runs every node; the
@@ -161,6 +165,12 @@ def create_session(
         session_options.intra_op_num_threads = options.threads
     if graph is not None and provider == CUDA_PROVIDER and options.tuning.own_kernels:
         graph = _with_own_kernels(graph, session_options, options.device)
+    if streams is not None and graph is not None:
+        if all(node.domain != DOMAIN for node in graph.graph.node):  # otherwise registered above
+            session_options.register_custom_ops_library(str(streams.library))
+        graph, streamed = streams.open(graph)
+        live = {**live, **streamed}
+        capture = capture and streams.captures
     if capture and options.tuning.cuda_graphs and provider == CUDA_PROVIDER:
         providers[CUDA_PROVIDER]["enable_cuda_graph"] = "1"
 
@@ -212,7 +222,7 @@ def create_session(
         _require_cudnn(target)
     if engines is not None and remote is not None and not had:
         push_folder(engines.engines, remote)
-    session.weights, session.live = weights, live  # must outlive the session
+    session.weights, session.live, session.streams = weights, live, streams  # must outlive the session
     session.loaded_on, session.built_for = target.name, options.built_for
     return session
 
