@@ -32,8 +32,9 @@ def moving_weights(
     """Return the Residency in which these submodels' weights take turns, or None if all stay: on the CPU, with keep
     "all", or if they fit together with the working memory of one image of the model's own size with guidance.
 
-    device_memory: limit in bytes for this process; None: all free memory. beside: bytes of further weights on the
-    device. device: a GPU, in torch's notation. Raises UsageError if a single submodel's weights exceed the limit.
+    device_memory: limit in bytes for this process, without CUDA's context; None: all free memory. beside: bytes of
+    further weights on the device. device: a GPU, in torch's notation. Raises UsageError if a single submodel's weights
+    exceed the limit.
     """
     if target.name != "cuda" or keep == "all":
         return None
