@@ -84,6 +84,11 @@ class Target:
     plugins: Mapping[str, str] = field(default_factory=dict)
     requires: str = ""
 
+    @property
+    def nvidia_or_amd(self) -> bool:
+        """Whether it always runs on an NVIDIA or AMD GPU."""
+        return all(provider in _NVIDIA_OR_AMD for provider, _, _ in self.providers)
+
 
 # EXHAUSTIVE is ONNX Runtime's own default, set explicitly because DEFAULT is 12 times slower on a UNet (85 ms
 # instead of 7, measured). kSameAsRequested keeps the arena from doubling, as onnxruntime.transformers does for SD.
@@ -118,6 +123,14 @@ _TENSORRT_RTX = {"nv_runtime_cache_path": CACHE_DIR}
 
 _RTX_PROVIDER = "NvTensorRTRTXExecutionProvider"
 """The spelling of NVIDIA's library; Windows ML's catalogue has NvTensorRtRtxExecutionProvider."""
+
+_NVIDIA_OR_AMD = (
+    CUDA_PROVIDER,
+    "TensorrtExecutionProvider",
+    _RTX_PROVIDER,
+    "MIGraphXExecutionProvider",
+    "ROCMExecutionProvider",
+)
 
 # The providers in Windows ML's catalogue: for NVIDIA RTX, AMD Radeon, Intel, Qualcomm, AMD Ryzen AI. A machine is
 # offered one or two of them.

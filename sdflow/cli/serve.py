@@ -205,8 +205,8 @@ def serve(
         float | None,
         typer.Option(
             min=0,
-            help="With --on: GPUs per replica. A fraction also limits its device memory. Default: 1 if a pipeline needs "
-            "one, else 0.",
+            help="With --on: GPUs per replica. A fraction, for the target cuda, also limits its device memory. Default: 1 if a "
+            "pipeline runs on an NVIDIA or AMD GPU, else 0.",
         ),
     ] = None,
     queue: Annotated[

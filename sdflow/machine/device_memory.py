@@ -53,8 +53,8 @@ def process_bytes(device: str) -> int | None:
     import torch
 
     handle, count, found = ctypes.c_void_p(), ctypes.c_uint(MOST_PROCESSES), (_Process * MOST_PROCESSES)()
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
     try:
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
         library = _nvml()
         known = (
             library.nvmlInit_v2() == 0

@@ -19,6 +19,8 @@ from shell import Shell
 
 from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
+from sdflow.runtime.denoiser import denoisers
+from sdflow.runtime.denoiser.halves import HalvedDenoisers
 from sdflow.runtime.denoiser.schedule import trace
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.sources import PlainDigests, load_module, load_pipeline, open_checkpoint
@@ -107,6 +109,19 @@ def test_skip_layer_guidance_is_diffusers(
     for pipeline in (ours, on_two):
         assert_equal(pipeline(prompts, **given, **skipping).images, expected)
     assert differ(expected, theirs(prompts, **given, num_inference_steps=skipping["num_inference_steps"]).images)
+
+
+def test_without_free_memory_the_denoisers_of_one_image_stay_on_two_devices(
+    on_two: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(denoisers, "available_bytes", lambda device: 0)
+    given = {"height": 64, "width": 64, "output_type": "latent", **SKIPPING[0]}
+    on_two(PROMPT, generator=generator(), **given)
+    assert isinstance(on_two.denoisers, HalvedDenoisers)
+    first = dict(on_two.denoisers._first.kept)
+    assert len(first) == 2, "with all blocks, and without the skipped one"
+    on_two(PROMPT, generator=generator(), **given)
+    assert on_two.denoisers._first.kept == first, "created again"
 
 
 def test_skip_layer_guidance_that_cannot_be_is_refused_in_words(ours: Pipeline) -> None:

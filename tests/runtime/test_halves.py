@@ -21,6 +21,7 @@ from converted import Converted
 from sdflow.errors import TargetUnavailableError, UsageError
 from sdflow.runtime.denoiser.halves import HalvesDenoiser
 from sdflow.runtime.draw_request import GenerateRequest
+from sdflow.runtime.drawing import loaded
 from sdflow.runtime.drawing.devices import require_devices
 from sdflow.runtime.generate import generate
 from sdflow.runtime.pipeline import Pipeline
@@ -152,3 +153,14 @@ def test_a_second_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(TargetUnavailableError, match="torch sees 1 CUDA device, so there is no cuda:1"):
         place.place("cuda:1")
+
+
+def test_a_second_gpu_that_is_not_there_is_named_when_loading(
+    tiny_pipeline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before CUDA is asked for its memory, which raises a RuntimeError."""
+    monkeypatch.setattr(loaded, "onnxruntime_for", lambda target: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(TargetUnavailableError, match="torch sees 1 CUDA device, so there is no cuda:1"):
+        Pipeline.load(tiny_pipeline, "cuda", devices=2)

@@ -88,6 +88,21 @@ def test_a_limit_counts_from_what_was_free_at_first() -> None:
     device.maps.clear()
 
 
+def test_a_limit_counts_what_this_process_uses_since_then() -> None:
+    """Without CUDA's context, as `sdflow plan` says, and without other processes."""
+    device, context = Device(10 * HEADROOM), HEADROOM // 2
+    device.maps[99] = mmap.mmap(-1, HEADROOM)  # somebody else's
+    own = Weights(device, 1, 2 * HEADROOM)
+    places = Residency(
+        device.free, lambda: None, limit=4 * HEADROOM, used=lambda: context + (own.size if own.present else 0)
+    )
+    assert places.room() == 4 * HEADROOM
+    device.maps[98] = mmap.mmap(-1, HEADROOM)
+    with places.using(own):
+        assert places.room() == 2 * HEADROOM
+    device.maps.clear()
+
+
 def test_nobody_waits_for_work_unless_something_leaves() -> None:
     device, waited = Device(HEADROOM + 30 * MB), list[bool]()
     places = Residency(device.free, lambda: waited.append(True))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import sys
+import threading
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from sdflow.serve.http.settings import Settings
 from sdflow.serve.jobs import WorkerOptions
 from sdflow.serve.keys import Access
 from sdflow.serve.limits import Limits
+from sdflow.serve.on_ray import server
 from sdflow.serve.on_ray.server import serve_on_ray
 from sdflow.serve.on_ray.spread import Spread, read_replicas, read_spread, with_gpus
 
@@ -62,6 +66,35 @@ def test_a_replica_gets_a_gpu_if_a_pipeline_needs_one() -> None:
     assert with_gpus(Spread("auto"), 0.5, [on_gpu]).gpus == 0.5
     with pytest.raises(UsageError, match="without a GPU cannot run a pipeline for the target cuda"):
         with_gpus(Spread("auto"), 0.0, [on_gpu])
+
+
+@pytest.mark.parametrize(
+    ("target", "gpus"), [("tensorrt", 1), ("rocm", 1), ("nv_tensorrt_rtx", 1), ("windowsml", 0), ("webgpu", 0)]
+)
+def test_a_part_of_a_gpu_is_only_for_targets_whose_memory_is_limited(target: str, gpus: int) -> None:
+    pipeline = Manifest(Origin(target, target), {}, ())
+    assert with_gpus(Spread("auto"), None, [pipeline]).gpus == gpus
+    assert with_gpus(Spread("auto"), 1.0, [pipeline]).gpus == 1
+    with pytest.raises(UsageError, match=f"the target {target} cannot limit its device memory"):
+        with_gpus(Spread("auto"), 0.5, [pipeline])
+
+
+def test_a_port_of_something_that_does_not_speak_http_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def greet(listening: socket.socket) -> None:
+        with suppress(OSError):  # it is closed
+            while True:
+                connection, _ = listening.accept()
+                with connection:
+                    connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+                    connection.recv(4096)
+
+    monkeypatch.setattr(server, "ANSWER_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=greet, args=(listening,), daemon=True).start()
+        with pytest.raises(UsageError, match="another server answers at") as raised:
+            server._require_answer(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        listening.shutdown(socket.SHUT_RDWR)
+    assert raised.value.where == "--port"
 
 
 def test_options_of_a_cluster_are_read() -> None:

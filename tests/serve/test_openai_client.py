@@ -237,14 +237,14 @@ def test_what_is_wrong_is_told_in_openais_form(
             "v1/images/generations",
             b"prompt=a",
             "text/plain",
-            "must be application/json, not text/plain.",
+            "must be application/json, but is text/plain.",
         ),
         ("v1/images/generations", b"[]", "application/json", "valid dictionary"),
         (
             "v1/images/edits",
             b'{"prompt": "a"}',
             "application/json",
-            "must be multipart/form-data, not application/json.",
+            "must be multipart/form-data, but is application/json.",
         ),
         ("v1/images/edits", b"", "multipart/form-data", "Missing boundary in multipart."),
         ("sdapi/v1/txt2img", b'{"prompt": "a\\ud800"}', "application/json", "prompt: there is half of a character"),
@@ -252,7 +252,7 @@ def test_what_is_wrong_is_told_in_openais_form(
             "v1/loras",
             b"weights",
             "application/octet-stream",
-            "must be multipart/form-data, not application/octet-stream.",
+            "must be multipart/form-data, but is application/octet-stream.",
         ),
     ],
 )
@@ -323,7 +323,9 @@ def test_too_many_are_refused_with_a_time_to_try_again(server: RunningServer) ->
         refused = httpx.post(url, json={"prompt": "a", "size": SIZE, "steps": 1}, timeout=PATIENCE)
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) >= 1
-    assert refused.json()["error"]["code"] == "queue_full"
+    error = refused.json()["error"]
+    assert error["code"] == "queue_full"
+    assert error["message"].startswith("The queue has 12 of at most 12 images, so 1 more does not fit. Try again in ")
     until(lambda: server.metrics("sdflow_drawing_images") == 0)
     assert server.metrics(counted) == before + 1
 

@@ -118,16 +118,14 @@ class Denoisers:
             if submodel is not None:
                 submodel.unload()
 
-    def get(self, request: DenoiserRequest) -> Denoiser:
-        """Return a cached denoiser for this size, number of images and text length, or a new one. Raises UsageError if
-        it does not support the requested approximation."""
-        shape, rows, conditions, fewer = request.shape, request.rows, request.conditions, request.fewer
+    def get(self, request: DenoiserRequest, beside: Sequence[DenoiserRequest] = ()) -> Denoiser:
+        """Return a cached denoiser for this size, number of images and text length, or a new one. beside: the image's
+        other requests, whose denoisers are kept. Raises UsageError if it does not support the requested approximation.
+        """
+        shape, rows, fewer = request.shape, request.rows, request.fewer
         if fewer or request.skipped:
             self._require_parts([*fewer.settings(), *([LAYERS] if request.skipped else [])])
-        tokens = self._tokens if conditions is None else token_sizes(self._model, conditions)
-        sizes = {"batch": rows, **tokens, "latent_height": shape[2], "latent_width": shape[3], **request.axes}
-        if request.references:
-            sizes[REFERENCE_TOKENS] = request.reference_tokens
+        sizes = self._sizes(request)
         model = self._reading(sizes)
         if self._nets:  # even without a control image, to reset the last call's residuals
             sizes |= {"height": shape[2] * self._scale, "width": shape[3] * self._scale}
@@ -137,22 +135,37 @@ class Denoisers:
         if model.path is None or not self._split:
             self._announce(shape, sizes)
             return WholeDenoiser(model, shape, sizes)
+        needed = [key for each in (request, *beside) for key in self._keys(each)]
         if request.skipped and rows == shape[0]:
-            only = _key(shape, 0, sizes, request.skipped)
-            return self._parted(shape, sizes, 0, (), needed=(only,), skipped=request.skipped)
+            return self._parted(shape, sizes, 0, (), needed=needed, skipped=request.skipped)
         layers = 0 if fewer.reuse is None else fewer.reuse.layers
-        texts = self._texts if conditions is None else ()
+        texts = self._texts if request.conditions is None else ()
         half = {**sizes, "batch": rows // 2}
-        alone = () if fewer.guidance is None else (_key(shape, layers, half),)
-        skipping = (_key(shape, 0, half, request.skipped),) if request.skipped else ()
-        needed = (_key(shape, layers, sizes), *alone, *skipping)
         denoiser = self._parted(shape, sizes, layers, texts, needed=needed)
-        if alone:
+        if fewer.guidance is not None:
             denoiser = PartlyGuidedDenoiser(denoiser, self._parted(shape, half, layers, (), needed=needed), rows)
-        if skipping:
+        if request.skipped:
             without = self._parted(shape, half, 0, (), needed=needed, skipped=request.skipped)
             denoiser = SkippingDenoiser(denoiser, without, rows)
         return denoiser
+
+    def _sizes(self, request: DenoiserRequest) -> dict[str, int]:
+        """Return the sizes of the denoiser's axes."""
+        shape, given = request.shape, request.conditions
+        tokens = self._tokens if given is None else token_sizes(self._model, given)
+        sizes = {"batch": request.rows, **tokens, "latent_height": shape[2], "latent_width": shape[3], **request.axes}
+        return sizes | ({REFERENCE_TOKENS: request.reference_tokens} if request.references else {})
+
+    def _keys(self, request: DenoiserRequest) -> list[Key]:
+        """Return the keys of a request's split denoisers."""
+        shape, sizes, fewer = request.shape, self._sizes(request), request.fewer
+        if request.skipped and request.rows == shape[0]:
+            return [_key(shape, 0, sizes, request.skipped)]
+        layers = 0 if fewer.reuse is None else fewer.reuse.layers
+        half = {**sizes, "batch": request.rows // 2}
+        alone = [] if fewer.guidance is None else [_key(shape, layers, half)]
+        skipping = [_key(shape, 0, half, request.skipped)] if request.skipped else []
+        return [_key(shape, layers, sizes), *alone, *skipping]
 
     def _reading(self, sizes: Mapping[str, int]) -> Submodel:
         """Return the denoiser that has axes of these sizes."""

@@ -127,17 +127,17 @@ class HalvedDenoisers(DenoiserSource):
                 remedy="Use a guidance scale above 1, or one device.",
             )
         half = replace(request, rows=images, fewer=replace(fewer, guidance=None), skipped=())
+        without = replace(half, skipped=request.skipped)
         with ThreadPoolExecutor(
             max_workers=1
         ) as pool:  # creates sessions only: none runs before the drawing's first step
             second = pool.submit(self._second.get, half)
-            first = self._first.get(half)
+            first = self._first.get(half, [without])
             made: Denoiser = HalvesDenoiser(first, second.result(), request.rows, self._places, self._worker)
         if fewer.guidance is not None:
             made = PartlyGuidedDenoiser(made, first, request.rows)
         if request.skipped:
-            skipping = self._first.get(replace(half, skipped=request.skipped))
-            made = SkippingDenoiser(made, skipping, request.rows)
+            made = SkippingDenoiser(made, self._first.get(without, [half]), request.rows)
         return made
 
     def unload(self) -> None:

@@ -33,7 +33,7 @@ from sdflow.runtime.files.folder import (
     read_options,
     target_of,
 )
-from sdflow.runtime.sessions.place import device_name
+from sdflow.runtime.sessions.place import device_name, place
 from sdflow.runtime.sessions.residency import Keep
 from sdflow.runtime.sessions.session import LoadOptions
 from sdflow.runtime.sessions.submodel import Submodel
@@ -146,9 +146,10 @@ class LoadedPipeline:
         `families.schedulers.SCHEDULERS`, or a name from A1111 or ComfyUI. checker: whether to run the family's checker,
         if present. keep: "all": all weights stay on a CUDA device; "fit": submodels that do not fit together take
             turns, and weights of those that do not fit by themselves are streamed.
-        device_memory: limit in bytes on the device memory of this process from now on; None: unchanged, initially all
-        free memory. beside: bytes of weights that another pipeline will load there. cuda_graphs: submodels that may be
-        captured; None: all. tuning: result of `sdflow tune` for this machine, `recorded_tuning(folder, target).tuning`.
+        device_memory: limit in bytes on the device memory of this process from now on, without CUDA's context; None:
+        unchanged, initially all free memory. beside: bytes of weights that another pipeline will load there. cuda_graphs:
+        submodels that may be captured; None: all. tuning: result of `sdflow tune` for this machine,
+        `recorded_tuning(folder, target).tuning`.
         embeddings: textual inversion files (FILE or FILE:WORD), or folders of files that are used by their names; their
         words can be used in prompts. shared: submodels that another pipeline loaded from the same artifacts. previews:
         pipeline folder whose tiny VAE decodes previews; None: the pipeline's own, if it is one. devices: 2: compute the
@@ -170,6 +171,9 @@ class LoadedPipeline:
             )
         own = [name for name in names if name not in shared]
         require_devices(devices, folder, target, low_memory=low_memory)
+        where = device_name(target.name, devices - 1)
+        if devices > 1:
+            place(where)  # names a GPU that is not there, before its memory is asked for
         moves = None if low_memory else moving_weights(folder, own, target, keep, device_memory, beside)
 
         def load(name: str) -> Submodel:
@@ -206,8 +210,7 @@ class LoadedPipeline:
 
         second = None
         if devices > 1:
-            where = device_name(target.name, 1)
-            theirs = moving_weights(folder, [family.denoiser], target, keep, device_memory, device=where)
+            theirs = moving_weights(folder, [family.denoiser], target, keep, device_memory, beside, where)
             second = loaded(family.denoiser, 1, theirs)
         with ThreadPoolExecutor(max_workers=len(names)) as pool:
             submodels = dict(zip(names, pool.map(load, names), strict=True))

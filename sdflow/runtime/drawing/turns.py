@@ -47,9 +47,9 @@ def moving_weights(
     """Return how these submodels' weights move, or None if all stay: on the CPU, with keep "all", or if they fit together
     with the working memory of one image of the model's own size with guidance.
 
-    device_memory: limit in bytes for this process; None: all free memory. beside: bytes of further weights on the
-    device. device: a GPU, in torch's notation. Warns with SlowerWarning if a submodel's weights are streamed. Raises
-    UsageError if even that does not fit.
+    device_memory: limit in bytes for this process, without CUDA's context; None: all free memory. beside: bytes of
+    further weights on the device. device: a GPU, in torch's notation. Warns with SlowerWarning if a submodel's weights
+    are streamed. Raises UsageError if even that does not fit.
     """
     if target.name != "cuda" or keep == "all":
         return None

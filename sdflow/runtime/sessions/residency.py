@@ -51,9 +51,9 @@ class Movable(Protocol):
 class Residency:
     """The movable weights of one device.
 
-    limit: bytes that this process may use there; None: all free memory. free: returns the free bytes. wait: waits until
-    all queued work is done. used: returns the bytes that this process uses, or None if the driver does not tell; then
-    all that was allocated since counts, also by other processes.
+    limit: bytes that this process may use there beyond what it uses now, which is CUDA's context; None: all free memory.
+    free: returns the free bytes. wait: waits until all queued work is done. used: returns the bytes that this process
+    uses, or None if the driver does not tell; then all that was allocated since counts, also by other processes.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Residency:
         self._lock = threading.RLock()
         self._present: OrderedDict[Movable, None] = OrderedDict()
         self._staying: set[Movable] = set()
-        self.limit, self._at_first = limit, free()
+        self.limit, self._free_first, self._used_first = limit, free(), used()
 
     def room(self) -> int:
         """Return the bytes that are still available."""
@@ -75,7 +75,9 @@ class Residency:
         if self.limit is None:
             return free
         used = self._used()
-        return min(free, self.limit - (self._at_first - free if used is None else used))
+        if used is None or self._used_first is None:
+            return min(free, self.limit - (self._free_first - free))
+        return min(free, self.limit - (used - self._used_first))
 
     @contextmanager
     def using(self, weights: Movable, working: int | None = None) -> Iterator[None]:

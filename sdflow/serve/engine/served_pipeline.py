@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from sdflow.families.shared.defaults import Task
+from sdflow.fits.estimate import CONTEXT
+from sdflow.machine.device_memory import process_bytes
 from sdflow.machine.memory import device_bytes
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.denoiser.control import Control
@@ -39,6 +42,11 @@ if TYPE_CHECKING:
 RESTING = {"session.intra_op.allow_spinning": "0"}
 """Idle session threads would otherwise spin on cores that the next session needs: an image of 8 steps on 2 cores takes
 0.39 s with spinning and 0.29 s without."""
+
+HIDDEN = (
+    "the driver does not report how much GPU memory this process uses, as in containers that hide process ids: the limit "
+    "of --gpus also counts other processes; start the containers with the host's process ids (hostPID: true)"
+)
 
 Work = Generator[Drawing | Fetch | Compute, Any, Drawn]
 """Yields what an image waits for: a drawing that needs a step before the generator resumes, or work done elsewhere."""
@@ -80,7 +88,9 @@ class ServedPipeline:
         options: dict[str, Any] = {"threads": threads, "checker": checker, "tuning": tuning}
         options["embeddings"] = [] if embeddings is None else [embeddings]
         if gpu_share is not None and target.name == "cuda":
-            options["device_memory"] = int(gpu_share * device_bytes("cuda"))
+            options["device_memory"] = int(gpu_share * device_bytes("cuda")) - CONTEXT
+            if process_bytes("cuda") is None:
+                warnings.warn(HIDDEN, stacklevel=2)
 
         loading = LoadOptions(threads=threads, tuning=tuning)
         reload = partial(load_submodel, target=target, family=family, lazy=True, options=loading)

@@ -175,8 +175,9 @@ class Drawing:
             raise self._refusal("not_ready", 503, "The pipelines are still loading.", RESTART_SECONDS)
         if self.images + images > self._limits.queue:
             seconds = self._seconds_until(min(self.images, self.images + images - self._limits.queue))
-            words = f"The queue is full: {self.images} of {self._limits.queue} images. Try again in {seconds} s."
-            raise self._refusal("queue_full", 429, words, seconds)
+            more = f"{images} more do not fit" if images > 1 else "1 more does not fit"
+            words = f"The queue has {self.images} of at most {self._limits.queue} images, so {more}."
+            raise self._refusal("queue_full", 429, f"{words} Try again in {seconds} s.", seconds)
 
     def _seconds_until(self, ended: int) -> int:
         """Estimate the seconds until this many running or queued images finish."""
@@ -208,8 +209,8 @@ class Drawing:
     async def draw(self, jobs: Sequence[Job]) -> AsyncIterator[OfImage]:
         """Yield the messages of one request's images until the last image is finished.
 
-        Raises ApiError if the queue is full, an image fails, the worker dies, or the deadline passes. If the caller
-        stops early, the remaining images are cancelled.
+        Raises ApiError if the images do not fit into the queue, an image fails, the worker dies, or the deadline
+        passes. If the caller stops early, the remaining images are cancelled.
         """
         self.require_place(len(jobs))
         request, record, sent = jobs[0].request, RECORD.get(), time.monotonic()

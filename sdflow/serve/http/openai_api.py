@@ -139,7 +139,7 @@ def require_form(request: Request) -> None:
     """Raise ApiError if the body is not a multipart form, which would contain no file."""
     kind = request.headers.get("content-type", "")
     if not kind.startswith("multipart/form-data"):
-        words = f"Content-Type must be multipart/form-data, not {kind or 'missing'}."
+        words = f"Content-Type must be multipart/form-data, but is {kind or 'missing'}."
         raise invalid(None, words, code="unsupported_content_type")
 
 
@@ -152,7 +152,7 @@ def of_validation(error: RequestValidationError | ValidationError, content_type:
     if kind == "json_invalid":
         param, words = None, f"the body is not valid JSON: {problem['ctx']['error']}"
     elif of_body and not place and "json" not in content_type:
-        words = f"Content-Type must be application/json, not {content_type or 'missing'}."
+        words = f"Content-Type must be application/json, but is {content_type or 'missing'}."
         return invalid(None, words, code="unsupported_content_type")
     elif kind == "extra_forbidden":
         words = EXACT_ONLY if param in (REUSE, GUIDANCE_INTERVAL) else "unknown field"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import logging
 import os
 import signal
@@ -118,8 +119,8 @@ def _lacking(ray: Any, cores: int, spread: Spread) -> str | None:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if any(node.get("GPU", 0) >= spread.gpus and node.get("CPU", 0) >= cores for node in nodes):
         return None
-    gpus = f" and {spread.gpus:g} of a GPU" if spread.gpus else ""
-    return f"no node has {cores} cores{gpus}: the replicas wait for one that has"
+    gpus = f" and {spread.gpus:g} GPUs" if spread.gpus else ""
+    return f"no node has {cores} CPU cores{gpus}; the replicas wait for such a node"
 
 
 def _put(serve: Any, settings: Settings, host: str, port: int, spread: Spread) -> float | None:
@@ -193,6 +194,10 @@ def _require_answer(url: str) -> None:
                 found = answer.headers
         except urllib.error.HTTPError as error:  # it answers, but rejects this Host
             found = error.headers
+        except http.client.HTTPException:  # it does not speak HTTP
+            other = True
+            time.sleep(LOOK_SECONDS)
+            continue
         except OSError:
             time.sleep(LOOK_SECONDS)
             continue
@@ -204,7 +209,7 @@ def _require_answer(url: str) -> None:
     raise UsageError(
         f"{what} answers at {url}: Ray Serve listens elsewhere on this cluster, or the port is taken",
         where="--port",
-        remedy="Take the port that it has, another one, or end what else it serves: `serve shutdown`.",
+        remedy="Use Ray Serve's own port or a free one, or stop its other applications: `serve shutdown`.",
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from sdflow.errors import UsageError
+from sdflow.machine.memory import HOST
 from sdflow.manifest import Manifest
 from sdflow.processes.on_ray.cluster import ray_address
 from sdflow.targets import find_target
@@ -27,17 +28,24 @@ class Spread:
 
 
 def with_gpus(spread: Spread, gpus: float | None, pipelines: Iterable[Manifest]) -> Spread:
-    """Set the GPUs per replica. gpus: the option's value; None: one if a pipeline's target needs it. Raises UsageError
-    if it needs one and gets none."""
+    """Set the GPUs per replica. gpus: the option's value; None: one if a pipeline's target runs on a GPU that Ray
+    counts. Raises UsageError if it gets none, or for a part of a GPU whose memory the target cannot limit."""
     targets = [find_target(each.origin.target, each.origin.name) for each in pipelines]
-    needy = next((each for each in targets if each.session.needs_cuda), None)
+    needy = next((each for each in targets if each.nvidia_or_amd), None)
     if gpus is None:
         gpus = 0.0 if needy is None else 1.0
     if needy is not None and not gpus:
         raise UsageError(
             f"a replica without a GPU cannot run a pipeline for the target {needy.name}",
             where="--gpus",
-            remedy="Use 1, or a fraction such as 0.5; or a pipeline built for the CPU.",
+            remedy="Use 1, or with cuda a fraction such as 0.5; or a pipeline built for the CPU.",
+        )
+    unlimited = next((each for each in targets if each.name not in (HOST, "cuda")), None)
+    if unlimited is not None and 0 < gpus < 1:
+        raise UsageError(
+            f"the target {unlimited.name} cannot limit its device memory to a part of a GPU",
+            where="--gpus",
+            remedy="Use 1, or a pipeline built for cuda.",
         )
     return replace(spread, gpus=gpus)
 

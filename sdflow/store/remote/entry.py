@@ -122,7 +122,7 @@ def read_object(data: bytes, tree: str) -> RemoteObject:
     require_files([entry for entry, _ in files], tree)
     for entry, pieces in files:
         if not all(0 < piece.size <= MOST and is_digest(piece.sha256) for piece in pieces):
-            raise BadRecord(f"{entry.path:.80} has no pieces")
+            raise BadRecord(f"a piece of {entry.path:.80} has an invalid size or digest")
         if sum(piece.size for piece in pieces) != entry.size:
             raise BadRecord(f"the pieces of {entry.path:.80} do not add up to the file")
     return RemoteObject(files)

@@ -49,7 +49,7 @@ def read(files: Any, protocol: str, path: str, limit: int, seconds: float) -> by
         info = files.info(path)
         encoding = info.get("contentEncoding") or getattr(info.get("content_settings"), "content_encoding", None)
         if encoding not in (None, "", "identity"):
-            raise Misled(f"it serves a file compressed that was not pushed that way ({encoding:.40})")
+            raise Misled(f"it returned a file compressed that was pushed uncompressed ({encoding:.40})")
         if int(info.get("size") or 0) > limit:
             raise TooLong(limit)
         data = bytes(files.cat_file(path, start=0, end=limit + 1))

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sdflow import stop
 from sdflow.store.layout import Layout
+from sdflow.store.records import dump, load
 from sdflow.store.remote import catalog, down, remote, share
 from sdflow.store.remote.down import incoming
 from sdflow.store.remote.entry import MOST, SMALL, TOGETHER, sizes
@@ -160,7 +162,6 @@ def test_a_manifest_that_names_what_lies_outside_is_not_believed(
     one: Machine, other: Machine, shared: Path, path: str
 ) -> None:
     from sdflow.digest import FileEntry, digest_tree
-    from sdflow.store.records import dump, load
 
     action = make_action()
     one.build(action, {"a": b"content"})
@@ -178,6 +179,20 @@ def test_a_manifest_that_names_what_lies_outside_is_not_believed(
     assert not (other.folder.parent / "out").exists()
 
 
+@pytest.mark.parametrize("piece", [[0, "0" * 64], [7, "../out"]])
+def test_a_manifest_with_a_piece_that_is_none_is_not_believed(
+    one: Machine, other: Machine, shared: Path, piece: list[Any]
+) -> None:
+    action = make_action()
+    one.build(action, {"a": b"content"})
+    (manifest,) = stored(shared, "objects")
+    body = load(manifest.read_bytes())
+    body["files"][0][3] = [piece]
+    manifest.write_bytes(dump(body))
+    assert other.fetch(action) is None
+    assert "a piece of a has an invalid size or digest" in other.told[0]
+
+
 @pytest.mark.parametrize(
     ("what", "value"),
     [
@@ -192,8 +207,6 @@ def test_a_manifest_that_names_what_lies_outside_is_not_believed(
 def test_what_the_reports_would_stumble_on_is_not_believed(
     one: Machine, other: Machine, shared: Path, what: str, value: object
 ) -> None:
-    from sdflow.store.records import dump, load
-
     action = make_action()
     one.build(action)
     (entry,) = stored(shared, "actions")
@@ -439,7 +452,6 @@ def test_gc_leaves_what_is_on_its_way_where_listings_lag(
 
 def test_an_action_that_is_no_map_is_not_listed(one: Machine, shared: Path) -> None:
     from sdflow.digest import digest_json
-    from sdflow.store.records import dump, load
 
     one.build(make_action())
     (entry,) = stored(shared, "actions")
