@@ -72,6 +72,12 @@ class Separate(Options):
     widest: int = Field(default=640, gt=0, description="channels of the widest attention that is taken apart")
 
 
+class Scaling(Options):
+    """Divide by a power of two."""
+
+    power: int = 6
+
+
 class Half(Options):
     """To fp16."""
 
@@ -95,6 +101,13 @@ class Integers(Options):
 
     limit: float | None = None
     keep: tuple[str, ...] = ()
+
+
+class Rows(Integers):
+    """To int8, activations by tensor or by row."""
+
+    smallest: int = 0
+    activations: Literal["tensor", "row"] = "tensor"
 
 
 class Floats(Integers):
@@ -123,6 +136,7 @@ PASSES = {
     info.name: info
     for info in (
         PassInfo("OnnxConversion", "checkpoint", False, Conversion),
+        PassInfo("ActivationScaling", "onnx", False, Scaling),
         PassInfo("LoraMerge", "onnx", True, Merge),
         PassInfo("OrtTransformersOptimization", "onnx", False, Optimization),
         PassInfo("ConvBiasFusion", "onnx", False, ConvBias),
@@ -130,7 +144,7 @@ PASSES = {
         PassInfo("SeparateQkv", "onnx", False, Separate),
         PassInfo("SubpixelConv", "onnx", False, Subpixel),
         PassInfo("OnnxFloatToFloat16", "onnx", False, Half),
-        PassInfo("QuantizeInt8", "onnx", False, Integers, lambda options: "int8"),
+        PassInfo("QuantizeInt8", "onnx", False, Rows, lambda options: "int8"),
         PassInfo("QuantizeInt4", "onnx", False, Blocks, lambda options: f"int{options.get('bits', 4)}"),
         PassInfo("QuantizeFp8", "onnx", False, Floats, "float8_e4m3"),
     )
