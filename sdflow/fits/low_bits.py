@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, Literal
 
+from sdflow.onnx_model.int8 import UNIT_IN, UNIT_OUT, WIDEST
 from sdflow.passes.registry import OWN
 
 EMBEDDED = re.compile(
@@ -68,7 +69,8 @@ def _int8_takes(name: str, shape: Shape, options: Options) -> bool:
         return False
     if options.get("activations", "tensor") == "tensor":
         return True
-    return shape[1] % 16 == 0 and shape[0] % 8 == 0 and not OF_IMAGE.search(name)
+    fits = shape[1] % UNIT_IN == 0 and shape[1] <= WIDEST and shape[0] % UNIT_OUT == 0
+    return fits and not OF_IMAGE.search(name)
 
 
 def _block_size(shape: Shape, held: int, options: Options) -> int:

@@ -21,7 +21,8 @@ class EditingPass(Pass[C], Generic[C]):
     """A pass that rewrites a graph without reading its weights. Subclasses implement `edit`, and `refusal` for graphs
     that have nothing to rewrite.
 
-    domain: operator set domain that the pass adds to the model if missing; "" for none.
+    domain: operator set domain that the pass adds to the model if missing; "" for none. Override `domain_for` if it
+    depends on an option.
     """
 
     uses: ClassVar[tuple[str, ...]] = ("onnx", "numpy")
@@ -37,6 +38,10 @@ class EditingPass(Pass[C], Generic[C]):
     def refusal(self, edit: GraphEdit, config: C) -> tuple[str, str]:
         """Return the message and the remedy for a graph that `edit` did not change."""
 
+    def domain_for(self, config: C) -> str:
+        """Return the operator set domain to add if missing; "" for none."""
+        return self.domain
+
     def run(self, inputs: PassInputs, out: Path, config: C) -> Facts:
         """Raises PassError if there is nothing to do."""
         import onnx
@@ -49,8 +54,9 @@ class EditingPass(Pass[C], Generic[C]):
             message, remedy = self.refusal(edit, config)
             raise PassError(message, where=self.name, remedy=remedy)
         edit.clean()
-        if self.domain and self.domain not in {each.domain for each in model.opset_import}:
-            model.opset_import.append(onnx.helper.make_opsetid(self.domain, 1))
+        domain = self.domain_for(config)
+        if domain and domain not in {each.domain for each in model.opset_import}:
+            model.opset_import.append(onnx.helper.make_opsetid(domain, 1))
         store_proto(model, source, out)
         copy_companions(source, out)
         return {**graph_facts(out / MODEL_FILE), **facts}

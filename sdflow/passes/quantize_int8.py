@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from sdflow.errors import PassError
 from sdflow.onnx_model.float8 import DOMAIN
@@ -43,6 +43,8 @@ from sdflow.passes.quantizing import QuantizeConfig, QuantizingPass
 from sdflow.passes.weighted_products import WeightedProduct, of_tokens, weighted_product
 
 CONTRIB = "com.microsoft"
+LATER_OPTIONS = {"smallest": 0, "activations": "tensor"}
+"""Options that did not exist at first, and their defaults."""
 
 
 class QuantizeInt8Config(QuantizeConfig):
@@ -64,6 +66,12 @@ class QuantizeInt8Config(QuantizeConfig):
         "scale per row, in sdflow's kernels (CUDA, float16 or bfloat16)",
     )
 
+    @model_serializer(mode="wrap")
+    def _without_later_options(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit later options if they have their defaults, to keep the cache keys from before they existed."""
+        found: dict[str, Any] = handler(self)
+        return {name: value for name, value in found.items() if (name, value) not in LATER_OPTIONS.items()}
+
 
 class QuantizeInt8(QuantizingPass[QuantizeInt8Config, WeightedProduct]):
     """Products in int8, with inputs quantized at run time: CPU, DirectML and CUDA, the last pass of a chain."""
@@ -75,10 +83,19 @@ class QuantizeInt8(QuantizingPass[QuantizeInt8Config, WeightedProduct]):
     quantizes: ClassVar[str | None] = "int8"
     Config: ClassVar[type[PassConfig]] = QuantizeInt8Config
 
+    def domain_for(self, config: QuantizeInt8Config) -> str:
+        return DOMAIN if config.activations == "row" else self.domain
+
     def layers(self, edit: GraphEdit, config: QuantizeInt8Config) -> list[WeightedProduct]:
         found = [layer for node in edit.graph.node if (layer := weighted_product(edit, node)) is not None]
         found = [layer for layer in found if prod(layer.sizes(edit)) >= config.smallest]
         if config.activations == "row":
+            if found and all(layer.dtype == "float32" for layer in found):
+                raise PassError(
+                    "the graph is neither float16 nor bfloat16",
+                    where=self.name,
+                    remedy="Put OnnxFloatToFloat16 before it.",
+                )
             tokens = of_tokens(edit)
             return [layer for layer in found if layer.node.input[0] in tokens and _fits_rows(edit, layer)]
         fitting = [layer for layer in found if _fits(edit, layer)]

@@ -94,7 +94,10 @@ def _fix(trials: _Trials, before: Verification, submodel: str) -> Fix:
             where=name,
             remedy="Keep the whole submodel in fp32 (remove its OnnxFloatToFloat16), or use weights made for fp16.",
         )
-    return Fix(submodel, tuple(smallest((), found, lambda nodes: verified(nodes).passed)), len(tried) - 1)
+    (pipeline,) = trials.workflow.pipelines
+    step = next(each for each in pipeline.submodels[submodel] if each.pass_name == CONVERSION)
+    needed = smallest((), found, lambda nodes: verified(nodes).passed)
+    return Fix(submodel, tuple(needed), len(tried) - 1, beside=tuple(step.options.get(BLOCKED) or ()))
 
 
 def _fix_quantized(trials: _Trials, before: Verification, submodel: str) -> Fix:

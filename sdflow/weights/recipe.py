@@ -266,9 +266,9 @@ def evaluate(
     are separate recipes; for a single `read` only.
 
     Rounding is applied first, at the leaves: it acts on single values, so it commutes with moving them, and only half
-    as many bytes are moved. It does not commute with a sum, nor with scaling, which may make a value subnormal. The result
-    may be a non-contiguous view. 16-bit values at
-    the type's limits are added to `counts`. Raises ValueError for a parameter of another shape.
+    as many bytes are moved. It does not commute with a sum, nor with scaling, which may make a value subnormal. The
+    result may be a non-contiguous view. 16-bit values at the type's limits are added to `counts`. Raises ValueError for
+    a parameter of another shape.
     """
     return _evaluate(recipe, _Source(read, blocks, counts, lately or Lately()), None)
 

@@ -12,12 +12,19 @@ import torch
 from shell import Shell
 from started_python import StartedPython
 
-from sdflow.fits.low_bits import is_named, node_path
+from sdflow.fits.low_bits import LOW_BITS, is_named, node_path
 from sdflow.fits.weights import parameter_count, weight_bytes
 from sdflow.sources import PlainDigests, open_checkpoint
 from tests.fits.fitting import FULL_SIZE, planned
 
 WITH_NETS: dict[str, Any] = {"nets": {"edges": "synthetic:sd15"}, "components": {"vae": "synthetic:taesd"}}
+
+
+@pytest.mark.parametrize(
+    ("shape", "taken"), [((64, 20480), True), ((64, 20496), False), ((64, 24), False), ((20, 64), False)]
+)
+def test_int8_rows_take_the_sizes_that_the_operator_has(shape: tuple[int, int], taken: bool) -> None:
+    assert LOW_BITS["QuantizeInt8"].taken("ff.weight", shape, {"activations": "row"}) is taken
 
 
 @pytest.mark.parametrize("architecture", [*FULL_SIZE.values(), "sd15 with nets"])

@@ -14,11 +14,12 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from sdflow.distance import relative_l2
-from sdflow.errors import PassError, SlowerWarning
+from sdflow.errors import PassError, SlowerWarning, UsageError
 from sdflow.onnx_model.float8 import DOMAIN
 from sdflow.onnx_model.int8 import INT8_MATMUL
 from sdflow.passes.base import PassInputs
 from sdflow.passes.quantize_int8 import QuantizeInt8, QuantizeInt8Config
+from sdflow.runtime.kernels import int8
 from sdflow.runtime.kernels.int8 import int8_library, with_definition, with_int8
 from sdflow.runtime.kernels.int8_proof import quantized
 from sdflow.runtime.sessions.session import create_session
@@ -27,7 +28,7 @@ from sdflow.verify.artifact.unsupported_nodes import fits
 from sdflow.verify.lowering import lower, session_of
 
 RANDOM = np.random.default_rng(8)
-TYPES = {TensorProto.FLOAT16: np.float16, TensorProto.BFLOAT16: ml_dtypes.bfloat16}
+TYPES = {TensorProto.FLOAT: np.float32, TensorProto.FLOAT16: np.float16, TensorProto.BFLOAT16: ml_dtypes.bfloat16}
 X = RANDOM.normal(size=(2, 5, 64)) * RANDOM.uniform(1e-3, 30, (2, 5, 1))
 X[0, 1] = 0
 X[1, 2] = np.linspace(-127, 127, 64)  # a scale of 1: halfway between two numbers too
@@ -122,6 +123,7 @@ def check(found: dict[str, np.ndarray], weights: dict[str, np.ndarray], element:
 def test_products_are_those_of_the_definition(element: int, rotation: int | None, tmp_path: Path) -> None:
     """As verification computes them; in float16 also as a session without our kernels does."""
     model, weights, facts = made(tmp_path, element, rotation=rotation)
+    onnx.checker.check_model(model)
     assert facts["quantized"] == {"layers": ["to_q", "to_k", "out"], "kept": []}
     ours = [node for node in model.graph.node if node.op_type == INT8_MATMUL]
     assert [len(node.input) for node in ours] == [4, 3, 4], "with their biases"
@@ -165,6 +167,19 @@ def test_a_graph_that_it_does_not_suit_is_told_what_to_do(tmp_path: Path) -> Non
     config = QuantizeInt8Config(activations="row", keep=("of_twelve",))
     with pytest.raises(PassError, match="keep names of_twelve"):
         QuantizeInt8().run(PassInputs("unet", tmp_path / "before", {}), tmp_path, config)
+    products(tmp_path / "float32", TensorProto.FLOAT)
+    with pytest.raises(PassError, match="neither float16 nor bfloat16") as raised:
+        rows = QuantizeInt8Config(activations="row")
+        QuantizeInt8().run(PassInputs("unet", tmp_path / "float32", {}), tmp_path, rows)
+    assert raised.value.remedy == "Put OnnxFloatToFloat16 before it."
+
+
+def test_options_that_came_later_do_not_change_earlier_cache_keys() -> None:
+    """The config in a key before `smallest` and `activations` existed."""
+    plain = {"limit": 0.02, "keep": ["*/to_q/*"], "reduce_range": False, "rotation": None}
+    assert QuantizeInt8Config(limit=0.02, keep=("*/to_q/*",)).model_dump(mode="json") == plain
+    rows = QuantizeInt8Config(limit=0.02, keep=("*/to_q/*",), smallest=9, activations="row")
+    assert rows.model_dump(mode="json") == {**plain, "smallest": 9, "activations": "row"}
 
 
 @pytest.mark.parametrize(("target", "kernel"), [("cuda", True), ("cpu", False), ("directml", False)])
@@ -192,3 +207,13 @@ def test_without_a_device_the_fallback_is_said() -> None:
         warnings.simplefilter("always")
         assert int8_library.__wrapped__() is None
     assert "int8 products run in ONNX Runtime's operators" in str(told[0].message)
+
+
+@pytest.mark.parametrize("error", [UsageError("no folder"), PermissionError("no folder")], ids=["usage", "system"])
+def test_without_a_kernel_folder_the_fallback_is_said(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unable(*_: Any) -> Path:
+        raise error
+
+    monkeypatch.setattr(int8, "build", unable)
+    with pytest.warns(SlowerWarning, match="int8 products run in ONNX Runtime's operators.*no folder"):
+        assert int8_library.__wrapped__() is None

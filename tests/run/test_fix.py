@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from sdflow.cli.app import app
 from sdflow.config import load_workflow
 from sdflow.passes import registry
+from sdflow.report.verify import print_verifications
 from sdflow.run.fix import Fix, smallest
 from sdflow.run.options import RunOptions
 from sdflow.run.run import run_workflow
@@ -24,6 +25,8 @@ from tests.support.small_workflows import Events
 from tests.verify.sample_artifacts import ROOT
 
 LAYER = "encoder.layers.1.self_attn"
+EARLIER = "*/layers.0/mlp/fc1/MatMul"
+"""A node that the workflow keeps in fp32 already."""
 
 
 @pytest.mark.parametrize("needed", [{1}, {0, 7}, {2, 3, 6}, {0, 1, 2, 3, 4, 5, 6, 7}, set()])
@@ -45,6 +48,15 @@ def test_the_lines_are_those_of_a_workflow() -> None:
     assert passes == {"OnnxFloatToFloat16": {"node_block_list": ["/conv_in/Conv", "a b"]}}
 
 
+def test_both_outputs_have_the_existing_entries(capsys: pytest.CaptureFixture[str]) -> None:
+    found = Fix("vae_decoder", ("/conv_in/Conv",), 3, beside=("*/Softmax",))
+    passes = yaml.safe_load(found.yaml())["submodels"]["vae_decoder"]["passes"]
+    assert passes == {"OnnxFloatToFloat16": {"node_block_list": ["*/Softmax", "/conv_in/Conv"]}}
+    print_verifications([], as_json=True, fixes={"sdxl": [found]})
+    (printed,) = json.loads(capsys.readouterr().out)["fixes"]["sdxl"]
+    assert printed["node_block_list"] == ["*/Softmax", "/conv_in/Conv"]
+
+
 def _overflowing(folder: Path) -> Path:
     """The sample; in its text encoder, values that attention hands over are 2^18 times as large: the same function."""
     shutil.copytree(ROOT / "samples/shapes", folder)
@@ -64,7 +76,10 @@ def test_a_pipeline_that_overflows_is_fixed_by_the_lines_that_are_printed(tmp_pa
         "extends": "base/shapes.yaml",
         "target": "cuda",
         "model": str(_overflowing(tmp_path / "checkpoint")),
-        "submodels": dict.fromkeys(("unet", "vae_encoder", "vae_decoder")),
+        "submodels": {
+            **dict.fromkeys(("unet", "vae_encoder", "vae_decoder")),
+            "text_encoder": {"passes": {"OnnxFloatToFloat16": {"node_block_list": [EARLIER]}}},
+        },
         "evaluate": {"image": None, "latency": None},
     }
     path.write_text(yaml.safe_dump(content))
@@ -78,14 +93,17 @@ def test_a_pipeline_that_overflows_is_fixed_by_the_lines_that_are_printed(tmp_pa
     printed = json.loads(done.stdout)
     ((one,),) = printed["fixes"].values()
     assert one["submodel"] == "text_encoder"
-    kept = set(one["node_block_list"])
+    assert one["node_block_list"][0] == EARLIER, "the lines replace the workflow's own list"
+    kept = set(one["node_block_list"][1:])
     operators = {"Attention", "MatMul"}
     assert len(kept) == 2
     assert all(any(operator in name for name in kept) for operator in operators), kept
     overflowing = printed["pipelines"][0]["overflowing"]["text_encoder"]
     assert kept <= set(overflowing)
 
-    content["submodels"]["text_encoder"] = {"passes": {"OnnxFloatToFloat16": {"node_block_list": sorted(kept)}}}
+    content["submodels"]["text_encoder"] = {
+        "passes": {"OnnxFloatToFloat16": {"node_block_list": one["node_block_list"]}}
+    }
     path.write_text(yaml.safe_dump(content))
     fixed = RunOptions(out=tmp_path / "pipelines", results=tmp_path / "results")
     (result,) = run_workflow(load_workflow(path, catalog=registry.catalog()), cache, fixed, Events()).pipelines

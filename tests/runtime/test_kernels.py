@@ -413,6 +413,22 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "sdflow" / "kernels"
 
 
+@LINUX
+def test_a_further_gpus_library_that_cannot_be_stored_is_copied_for_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(library.FOLDER_VARIABLE, str(tmp_path))
+    first = library.operator_library()
+    first.with_name("libsdflow_kernels-1.so").mkdir()  # root may write to a read-only folder
+    before = names(tmp_path)
+    second = library.operator_library(1)
+    assert library.operator_library(1) == second, "each path is loaded as a library of its own"
+    assert tmp_path not in second.parents
+    assert second.read_bytes() == first.read_bytes()
+    assert names(tmp_path) == before
+    assert library.operator_library(2).parent == first.parent
+
+
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
 

@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from sdflow.errors import SlowerWarning, TargetUnavailableError
+from sdflow.errors import SdflowError, SlowerWarning, TargetUnavailableError
 from sdflow.onnx_model.float8 import DOMAIN
 from sdflow.onnx_model.int8 import reads_int8, rotation_of
 from sdflow.onnx_model.nodes import copied
@@ -35,7 +35,7 @@ def int8_library(device: int = 0, *, on_cuda: bool = True) -> Path | None:
         if not on_cuda:
             raise TargetUnavailableError("those are for CUDA")
         return build([INT8], device)
-    except TargetUnavailableError as error:
+    except (SdflowError, OSError) as error:
         warnings.warn(
             f"int8 products run in ONNX Runtime's operators, which are slower than sdflow's kernels: {error}",
             SlowerWarning,

@@ -8,9 +8,11 @@ driver and ONNX Runtime. Damaged files are rebuilt.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
+import os
 import platform
 import shutil
 import subprocess
@@ -97,9 +99,11 @@ OLDEST = (8, 0)
 SLOWEST = 300
 """Timeout of the C compiler in seconds; it takes about one."""
 
-_asked = threading.Lock()
+_asked, _copying = threading.Lock(), threading.Lock()
 _codes: dict[tuple[Path, str], bytes] = {}
 """(library, part) -> code, which the library reads throughout the process."""
+_own_copies: dict[Path, Path] = {}
+"""Library that cannot be stored in the kernel folder -> this process's copy."""
 
 
 @dataclass(frozen=True)
@@ -259,19 +263,43 @@ def operator_library(device: int = 0) -> Path:
     first = kernel_folder() / key / LIBRARY
     library = first.with_name(f"libsdflow_kernels-{device}.so") if device else first
     try:
-        _opened(first, library, key)
+        return _opened(first, library, key)
     except OSError:  # built on another system that shares this folder
+        if library in _own_copies:
+            raise
         for path in {first, library}:
             path.unlink(missing_ok=True)
-        _opened(first, library, key)
-    return library
+        return _opened(first, library, key)
 
 
-def _opened(first: Path, library: Path, key: str) -> ctypes.CDLL:
-    """Load a copy of the first GPU's library, both built unless already done."""
+def _opened(first: Path, library: Path, key: str) -> Path:
+    """Load a copy of the first GPU's library, both built unless already done, and return its path."""
     built = _kept(first, key, compile_operators)
-    _kept(library, key, lambda _: built)
-    return ctypes.CDLL(str(library))
+    with _copying:
+        if library not in _own_copies:
+            try:
+                _kept(library, key, lambda _: built)
+            except TargetUnavailableError as error:  # a folder of prebuilt kernels that is read-only
+                _own_copies[library] = _own_copy(library.name, built, error)
+        loaded = _own_copies.get(library, library)
+    ctypes.CDLL(str(loaded))
+    return loaded
+
+
+def _own_copy(name: str, built: bytes, unkept: TargetUnavailableError) -> Path:
+    """Write the library to a temporary folder of this process. Raises `unkept` if there is none."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="sdflow-kernels-"))
+        atexit.register(_remove, folder, os.getpid())
+        (folder / name).write_bytes(built)
+    except OSError:
+        raise unkept from None
+    return folder / name
+
+
+def _remove(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # not in a forked process
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _kept(path: Path, key: str, make: Any) -> bytes:

@@ -85,11 +85,11 @@ def _finding(submodel: str, found: NodeRange, cases: Sequence[str], overflowing:
     value, step = (f"{found.largest:.3g}", found.largest_step) if found.nan_step is None else ("NaN", found.nan_step)
     what = f"{found.operator} gives {value} at {cases[step]}; float16 ends at {LARGEST_FLOAT16:.0f}"
     if not found.exceeds(1.0):
-        remedy = f"If another seed overflows: OnnxFloatToFloat16 {{node_block_list: [{found.node}]}}"
+        remedy = f"If another seed overflows: add {found.node} to OnnxFloatToFloat16's node_block_list"
         return Finding(submodel, "overflow", "warning", found.node, what, remedy)
     remedy = (
-        f"Keep in fp32 what puts it out and what reads it, OnnxFloatToFloat16 {{node_block_list: [{overflowing}]}} "
-        "(sdflow verify --fix finds the smallest list that does), or take weights made for fp16"
+        f"Keep the nodes that output or read it in fp32: add {overflowing} to OnnxFloatToFloat16's node_block_list "
+        "(sdflow verify --fix finds the smallest list that passes), or use weights made for fp16"
     )
     return Finding(submodel, "overflow", "error", found.node, what, remedy)
 
