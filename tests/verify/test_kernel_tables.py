@@ -206,7 +206,7 @@ def test_a_plugins_answers_make_the_rows_of_its_table() -> None:
 
 def test_webgpus_table_has_what_its_workflows_fuse_and_nothing_that_they_switch_off() -> None:
     kernels = kernel_table("WebGpuExecutionProvider").kernels
-    there = ("Attention", "BiasAdd", "BiasSplitGelu", "MultiHeadAttention", "QuickGelu", "SkipLayerNormalization")
+    there = ("Attention", "BiasGelu", "Gelu", "MultiHeadAttention", "QuickGelu", "SkipLayerNormalization")
     assert {f"com.microsoft.{name}" for name in there} <= kernels.keys()
     assert not {f"com.microsoft.{name}" for name in ("GroupNorm", "SkipGroupNorm", "NhwcConv")} & kernels.keys()
     assert kernels["MatMul"][0].types["T"] == {"float", "float16"}, "no bfloat16"

@@ -176,6 +176,17 @@ FAULTS: dict[str, tuple[ModelProto, str, Told]] = {
             do="enable_bias_splitgelu: false and enable_bias_add: false",
         ),
     ),
+    "BiasSplitGelu in float16 for WebGPU": (
+        one(node("BiasSplitGelu", "x bias", "y"), {"x": (["batch", "n", 2560], F16)}, bias=([2560], F16)),
+        "webgpu",
+        condition(
+            "BiasSplitGelu",
+            "WebGPU",
+            "float only",
+            "float16",
+            do="enable_bias_splitgelu: false and enable_bias_add: false",
+        ),
+    ),
     "GroupNorm in NCHW on CUDA": (
         one(
             node("GroupNorm", "x gamma beta", "y", channels_last=0, **GROUPS),
@@ -242,6 +253,11 @@ def test_a_planted_fault_is_found(fault: str) -> None:
 def test_migraphx_takes_four_bits_with_flat_zero_points() -> None:
     assert errors(fits(blockwise(4, [1600]), TARGETS["rocm"], "unet")) == []
     assert errors(fits(blockwise(8, [320, 10]), TARGETS["cuda"], "unet")) == []
+
+
+def test_webgpu_takes_bias_split_gelu_in_float32() -> None:
+    graph = one(node("BiasSplitGelu", "x bias", "y"), {"x": (["batch", "n", 2560], F32)}, F32, bias=([2560], F32))
+    assert errors(fits(graph, TARGETS["webgpu"], "unet")) == []
 
 
 def test_equal_findings_are_one_with_a_count() -> None:
