@@ -109,7 +109,7 @@ def test_two_are_drawn_at_the_same_time_and_give_what_each_alone_gives(loaded: l
 def test_what_is_cancelled_ends_in_the_lane_that_draws_it_and_in_the_queue(loaded: list[LoadedLane]) -> None:
     running = Running(loaded, lambda number, job: loaded[number].pipelines["tiny"])
     for number in range(3):
-        running.lanes.submit(job(number, steps=1000, size=256))  # for longer than anything here may take
+        running.lanes.submit(job(number, steps=900, size=256))  # for longer than anything here may take
     running.wait_for(lambda told: sum(isinstance(each, Begun) for each in told) == 2)
     for number in range(3):
         running.lanes.cancel(f"request {number}")
