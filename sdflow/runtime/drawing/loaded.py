@@ -130,6 +130,7 @@ class LoadedPipeline:
         keep: Keep = "fit",
         device_memory: int | None = None,
         beside: int = 0,
+        changing: bool = False,
         vae_tiles: bool | None = None,
         cuda_graphs: Container[str] | None = None,
         engine_cache: Path | None = None,
@@ -145,9 +146,10 @@ class LoadedPipeline:
         target: cpu, cuda, ...; default: the target it was built for. scheduler: replaces the folder's; one of
         `families.schedulers.SCHEDULERS`, or a name from A1111 or ComfyUI. checker: whether to run the family's checker,
         if present. keep: "all": all weights stay on a CUDA device; "fit": submodels that do not fit together take
-            turns, and weights of those that do not fit by themselves are streamed.
+            turns, and weights that are too large for that are streamed.
         device_memory: limit in bytes on the device memory of this process from now on; None: unchanged, initially all
-        free memory. beside: bytes of weights that another pipeline will load there. cuda_graphs: submodels that may be
+        free memory. beside: bytes of weights that another pipeline will load there. changing: whether LoRAs may be
+            chosen per request; these need weights that are not streamed. cuda_graphs: submodels that may be
         captured; None: all. tuning: result of `sdflow tune` for this machine, `recorded_tuning(folder, target).tuning`.
         embeddings: textual inversion files (FILE or FILE:WORD), or folders of files that are used by their names; their
         words can be used in prompts. shared: submodels that another pipeline loaded from the same artifacts. previews:
@@ -170,7 +172,9 @@ class LoadedPipeline:
             )
         own = [name for name in names if name not in shared]
         require_devices(devices, folder, target, low_memory=low_memory)
-        moves = None if low_memory else moving_weights(folder, own, target, keep, device_memory, beside)
+        moves = (
+            None if low_memory else moving_weights(folder, own, target, keep, device_memory, beside, changing=changing)
+        )
 
         def load(name: str) -> Submodel:
             return shared[name] if name in shared else loaded(name, 0, moves)
