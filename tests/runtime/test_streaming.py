@@ -330,7 +330,7 @@ def test_what_can_take_turns_is_streamed_only_where_nothing_is_lacking(
     said = {
         "nothing": "streams .* because .* of the memory of cuda is available",
         "compiler": "take turns with others instead of being streamed.*there is no C compiler",
-        "host memory": "take turns with others instead of being streamed.*too much for the free memory",
+        "host memory": "take turns with others instead of being streamed.*too much of this computer",
     }
     with pytest.warns(SlowerWarning, match=said[lacking]) as told:
         found = moves(changing=False)

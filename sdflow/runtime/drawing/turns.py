@@ -76,14 +76,14 @@ def moving_weights(
     lacking = _lacking(device) if graphs else None
     buffers = StreamBuffers(max(map(buffer_size, graphs.values()), default=0))
     streams: dict[str, StreamPlan] = {}
-    host = available_bytes(HOST)
+    host, whole = available_bytes(HOST), dict[str, list[str]]()
     for name in sorted(large, key=lambda name: name not in alone):
         plan, why = None, lacking
         if name in graphs and why is None:
             latents = None if name in family.text_of(configs) else _latents(family, configs, name)
             plan = stream_plan(graphs[name], room - kept - 2 * buffers.size, buffers, latents)
             if plan is not None and plan.size >= HOST_SHARE * host:
-                why = f"they take {spell_bytes(plan.size)}, too much for the free memory of this computer"
+                why = f"the {_spelled(name)} would take too much of this computer's memory ({spell_bytes(plan.size)})"
         if plan is not None and (name in alone or why is None):
             streams[name] = plan
             host -= plan.size
@@ -96,12 +96,14 @@ def moving_weights(
                 remedy="Quantize it (QuantizeFp8), or use the CPU: --target cpu.",
             )
         elif why is not None and name in graphs:
-            warnings.warn(
-                f"the weights of the {_spelled(name)} take turns with others instead of being streamed, which leaves little "
-                f"memory to work in: {why}",
-                SlowerWarning,
-                stacklevel=3,
-            )
+            whole[why] = [*whole.get(why, []), _spelled(name)]
+    for why, names_of in whole.items():
+        warnings.warn(
+            f"the weights of the {' and the '.join(names_of)} take turns with others instead of being streamed, which leaves "
+            f"little memory to work in: {why}",
+            SlowerWarning,
+            stacklevel=3,
+        )
     for name, plan in streams.items():
         warnings.warn(
             f"the {_spelled(name)} streams {spell_bytes(plan.size)} of its {spell_bytes(sizes[name])} of weights from host "
@@ -120,7 +122,7 @@ def _lacking(device: str) -> str | None:
     """Return why weights cannot be streamed to this device, if so."""
     try:
         operator_library(int(device.partition(":")[2] or 0))
-    except TargetUnavailableError as error:
+    except (TargetUnavailableError, UsageError) as error:
         return error.what
     return None
 
