@@ -130,7 +130,7 @@ def _wanted(half: Submodel, rows: int, columns: int) -> int:
     size (`Model.device_factor`, in float32); for larger images and encoders, the estimate is an upper bound."""
     model, device = half.part.model, half.place.device
     whole = row_bytes(model, half.config, (rows, columns), device)
-    own = tile_pixels(half.config) // model.scale(half.config)
+    own = tile_pixels(half.config) // (model.scale(half.config) or 1)
     measured = device.startswith("cuda") and isinstance(model, DecoderHalf) and rows * columns <= own * own
     return int(whole * model.device_factor) if measured else whole
 
