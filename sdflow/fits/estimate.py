@@ -10,6 +10,7 @@ Compared with measured peaks in tests/fits/test_measured_peaks.py; see docs/devi
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -35,17 +36,21 @@ ERROR = 0.05
 
 Way = Literal["resident", "turns", "streamed"]
 """Whether all weights stay on the device, or the submodels' take turns: with `--keep fit` on CUDA, with `--low-memory`
-elsewhere. streamed: also, weights of submodels that do not fit by themselves are copied to the device in every run."""
+elsewhere. streamed: also, weights of submodels that are too large for that are copied to the device in every run."""
 WAYS: tuple[Way, ...] = ("resident", "turns", "streamed")
+STREAMS = sys.platform.startswith("linux")
+"""Whether sdflow can stream weights on this system."""
 
 
 @dataclass(frozen=True)
 class SubmodelMemory:
-    """Bytes of a submodel's weights, and of one run's working memory. streamable: of the weights."""
+    """Bytes of a submodel's weights, and of one run's working memory. streamable: of the weights; largest: of the
+    largest of these."""
 
     weights: int
     working: int
     streamable: int = 0
+    largest: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,12 +108,12 @@ class MemoryNeed:
     @property
     def _planned_to_stream(self) -> int:
         """Bytes that `--keep fit` keeps free besides weights when it streams some."""
-        return self._retained + 2 * SEGMENT
+        return self._retained + 2 * max(SEGMENT, *(each.largest for each in self.submodels.values()))
 
     @property
     def ways(self) -> tuple[Way, ...]:
-        """The ways that the target has."""
-        return WAYS[:2] if self.low_memory else WAYS
+        """The ways that the target has on a machine with this system."""
+        return WAYS if STREAMS and not self.low_memory else WAYS[:2]
 
     def streamed(self, available: int) -> int:
         """Bytes of the denoiser's weights that are streamed if this many bytes are available."""
@@ -167,10 +172,12 @@ def memory_need(pipeline: PipelineSpec, checkpoint: Checkpoint) -> MemoryNeed:
             unknown.append(name)
         working = _working(family, name, configs, pipeline) * (1 if name == family.decoder else rows)
         moves = name in (family.denoiser, *family.nets(configs).values(), *family.text_of(configs))
-        streamable = streamable_bytes(part.model, configs[name], pipeline.submodels[name]) if moves else 0
-        found[name] = SubmodelMemory(weights or 0, working, streamable)
+        streamable = streamable_bytes(part.model, configs[name], pipeline.submodels[name]) if moves else (0, 0)
+        found[name] = SubmodelMemory(weights or 0, working, *streamable)
     device = HOST if pipeline.target == HOST else "cuda"
     side = family.latents(configs).size
+    decoder = family.part(family.decoder).of(configs[family.decoder]).model
+    factor = 1 if device == HOST else decoder.device_factor
     return MemoryNeed(
         pipeline.target,
         found,
@@ -179,7 +186,7 @@ def memory_need(pipeline: PipelineSpec, checkpoint: Checkpoint) -> MemoryNeed:
         family.latents(configs).image_size,
         drawing_bytes(family, configs, side, device=device),
         tuple(unknown),
-        working_bytes(family, family.decoder, configs[family.decoder], side, device),
+        int(working_bytes(family, family.decoder, configs[family.decoder], side, device) * factor),
     )
 
 

@@ -44,9 +44,11 @@ def weight_bytes(model: Model, config: Config, steps: Sequence[StepSpec]) -> int
     return None if found is None else sum(size for size, _ in found)
 
 
-def streamable_bytes(model: Model, config: Config, steps: Sequence[StepSpec]) -> int:
-    """Bytes of those weights that can be streamed to the device (`sdflow.runtime.sessions.stream_plan`)."""
-    return sum(size for size, streamable in _sizes(model, config, steps) or () if streamable)
+def streamable_bytes(model: Model, config: Config, steps: Sequence[StepSpec]) -> tuple[int, int]:
+    """Bytes of those weights that can be streamed to the device (`sdflow.runtime.sessions.stream_plan`), and of the
+    largest of them."""
+    sizes = [size for size, streamable in _sizes(model, config, steps) or () if streamable]
+    return sum(sizes), max(sizes, default=0)
 
 
 def _sizes(model: Model, config: Config, steps: Sequence[StepSpec]) -> list[tuple[int, bool]] | None:

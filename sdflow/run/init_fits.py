@@ -57,12 +57,12 @@ def fit_workflow(pipeline: PipelineSpec, available: int) -> Fitted:
 def _comments(pipeline: PipelineSpec, chosen: Choice, quicker: Sequence[Choice], available: int) -> list[str]:
     need = chosen.need
     kind = "memory" if pipeline.target == HOST else "device memory"
+    error = "" if chosen.way == "streamed" else f"within {ERROR:.0%} of what was measured on CUDA; "
     lines = [
         "#",
         f"# Chosen for {spell_bytes(available)} of {kind}: {in_words(chosen)}. One image of {need.size}x{need.size} takes "
         f"{spell_bytes(available if chosen.way == 'streamed' else chosen.peak)} at most",
-        f"# by estimate (within {ERROR:.0%} of what was measured on CUDA; see docs/device_memory.md), "
-        f"{spell_bytes(need.beside)} of them besides the pipeline:",
+        f"# by estimate ({error}see docs/device_memory.md), {spell_bytes(need.beside)} of them besides the pipeline:",
     ]
     for submodel, each in need.submodels.items():
         quantized = chosen.quantized.get(submodel)

@@ -10,6 +10,7 @@ from sdflow.errors import TiledWarning
 from sdflow.families.shared.latents import Latents
 from sdflow.machine.memory import available_bytes
 from sdflow.models.base import Role
+from sdflow.models.vae_half import DecoderHalf
 from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.runtime.sessions.working_bytes import row_bytes
 from sdflow.units import spell_bytes
@@ -48,8 +49,7 @@ def tile_side(half: Submodel, rows: int, columns: int, scale: int, tiles: bool |
         return own if tiles and max(rows, columns) * scale > own else None
     if half.static_shapes or half.profiles:  # each tile size would be compiled, and the device's memory is unknown
         return None
-    device, model = half.place.device, half.part.model
-    wanted = row_bytes(model, half.config, (rows, columns), device)
+    wanted = _wanted(half, rows, columns)
     if wanted <= max(ALWAYS_THERE, half.reached):
         return None
     if half.residency is not None:
@@ -58,7 +58,7 @@ def tile_side(half: Submodel, rows: int, columns: int, scale: int, tiles: bool |
     if wanted <= free:
         return None
     side = own
-    while side // 2 >= LEAST_TILE and row_bytes(model, half.config, (side // scale,) * 2, device) > free:
+    while side // 2 >= LEAST_TILE and _wanted(half, side // scale, side // scale) > free:
         side //= 2
     return side if max(rows, columns) * scale > side else None
 
@@ -114,7 +114,7 @@ def encode(encoder: Submodel, images: torch.Tensor, what: Latents, *, tiles: boo
 def _chosen(half: Submodel, rows: int, columns: int, scale: int, tiles: bool | None) -> int | None:
     side = tile_side(half, rows, columns, scale, tiles)
     if side is not None and tiles is None:
-        wanted = row_bytes(half.part.model, half.config, (rows, columns), half.place.device)
+        wanted = _wanted(half, rows, columns)
         free = _room(half)
         warnings.warn(
             f"the {half.part.name.replace('_', ' ')} is tiled ({side} pixels), which changes the image slightly: "
@@ -123,6 +123,16 @@ def _chosen(half: Submodel, rows: int, columns: int, scale: int, tiles: bool | N
             stacklevel=3,
         )
     return side
+
+
+def _wanted(half: Submodel, rows: int, columns: int) -> int:
+    """Return the working memory in bytes for latents of this size. On CUDA, decoders were measured up to the VAE's own
+    size (`Model.device_factor`, in float32); for larger images and encoders, the estimate is an upper bound."""
+    model, device = half.part.model, half.place.device
+    whole = row_bytes(model, half.config, (rows, columns), device)
+    own = tile_pixels(half.config) // (model.scale(half.config) or 1)
+    measured = device.startswith("cuda") and isinstance(model, DecoderHalf) and rows * columns <= own * own
+    return int(whole * model.device_factor) if measured else whole
 
 
 def _room(half: Submodel) -> int:
@@ -134,7 +144,7 @@ def _reached(half: Submodel, rows: int, columns: int) -> None:
     """Record that the session now retains memory for a run of this size, unless it is returned to the device."""
     if half.residency is not None:
         return
-    wanted = row_bytes(half.part.model, half.config, (rows, columns), half.place.device)
+    wanted = _wanted(half, rows, columns)
     half.reached = max(half.reached, wanted)
 
 

@@ -41,7 +41,7 @@ class LocalPipeline:
         """Load a pipeline folder for the target that it was built for. cache: the cache that it was built with, needed
         for LoRAs; None: the user's default. Raises like `Pipeline.load`."""
         folder = Path(folder).absolute()
-        served = ServedPipeline.load(folder, threads)
+        served = ServedPipeline.load(folder, threads, loras=True)
         return cls(served.base, LoraPipelines(folder, served, cache or default_cache(), LORA_MEMORY))
 
     def with_lora(self, file: Path | str, scale: float) -> LocalPipeline:

@@ -9,6 +9,7 @@ import pytest
 from shell import Shell
 from started_python import StartedPython
 
+from sdflow.fits import estimate
 from sdflow.fits.device import Device, Fit, usual_fits
 from sdflow.fits.estimate import memory_need
 from sdflow.machine.device_memory import Card, card
@@ -30,9 +31,15 @@ def test_plan_tells_before_the_build_whether_a_pipeline_fits(shell: Shell) -> No
 
 def test_the_words_tell_how_a_pipeline_fits() -> None:
     need = memory_need(*full_size("flux2_klein"))
-    streams = "fits with --keep fit --device-memory 7500MB in 8 GB, which streams 2.59 GB of the transformer's 7.75 GB"
+    streams = "fits with --keep fit --device-memory 7500MB in 8 GB, which streams 2.66 GB of the transformer's 7.75 GB"
     for size, said in ((2, "does not fit"), (8, streams), (20, "fits with --keep all in 20 GB"), (24, "fits in 24 GB")):
         assert said in Fit(need, Device(size * 10**9, None), "cuda").words
+
+
+def test_elsewhere_than_on_linux_nothing_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "STREAMS", False)
+    fit = Fit(memory_need(*full_size("flux2_klein")), Device(8 * 10**9, None), "cuda")
+    assert "does not fit in 8 GB" in fit.words and fit.as_json()["streamed"] is None
 
 
 def test_plan_as_json_has_the_figures(shell: Shell) -> None:

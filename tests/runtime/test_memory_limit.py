@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,21 @@ def test_where_memory_is_short_the_vae_works_in_tiles_as_diffusers_and_says_so(
     expected = (expected / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1)
     assert (tiled - expected).abs().max() < 1e-4
     assert (tiled - whole).abs().max() > 1e-3, "tiles change it"
+
+
+def test_on_cuda_a_decoder_is_not_tiled_where_its_measured_memory_is_free(tiny_pipeline: Path) -> None:
+    pipeline = Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False)
+    decoder = pipeline.submodels["vae_decoder"]
+    own = vae.tile_pixels(decoder.config) // decoder.part.model.scale(decoder.config)
+    on_cuda: Any = SimpleNamespace(
+        part=decoder.part, config=decoder.config, place=SimpleNamespace(device="cuda", stream=None)
+    )
+    whole = row_bytes(decoder.part.model, decoder.config, (own, own), "cuda")
+    assert (
+        vae._wanted(on_cuda, own, own) == int(whole * decoder.part.model.device_factor) < vae._wanted(decoder, own, own)
+    )
+    larger = row_bytes(decoder.part.model, decoder.config, (own, own + 1), "cuda")
+    assert vae._wanted(on_cuda, own, own + 1) == larger, "was not measured"
 
 
 def test_an_image_starts_from_an_encoding_in_tiles_too(tiny_pipeline: Path, short: Callable[[int], None]) -> None:

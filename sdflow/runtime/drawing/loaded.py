@@ -130,6 +130,7 @@ class LoadedPipeline:
         keep: Keep = "fit",
         device_memory: int | None = None,
         beside: int = 0,
+        changing: bool = False,
         vae_tiles: bool | None = None,
         cuda_graphs: Container[str] | None = None,
         engine_cache: Path | None = None,
@@ -145,11 +146,11 @@ class LoadedPipeline:
         target: cpu, cuda, ...; default: the target it was built for. scheduler: replaces the folder's; one of
         `families.schedulers.SCHEDULERS`, or a name from A1111 or ComfyUI. checker: whether to run the family's checker,
         if present. keep: "all": all weights stay on a CUDA device; "fit": submodels that do not fit together take
-            turns, and weights of those that do not fit by themselves are streamed.
+            turns, and weights that are too large for that are streamed.
         device_memory: limit in bytes on the device memory of this process from now on, without CUDA's context; None:
-        unchanged, initially all free memory. beside: bytes of weights that another pipeline will load there. cuda_graphs:
-        submodels that may be captured; None: all. tuning: result of `sdflow tune` for this machine,
-        `recorded_tuning(folder, target).tuning`.
+        unchanged, initially all free memory. beside: bytes of weights that another pipeline will load there. changing:
+        whether LoRAs may be chosen per request; these need weights that are not streamed. cuda_graphs: submodels that may
+        be captured; None: all. tuning: result of `sdflow tune` for this machine, `recorded_tuning(folder, target).tuning`.
         embeddings: textual inversion files (FILE or FILE:WORD), or folders of files that are used by their names; their
         words can be used in prompts. shared: submodels that another pipeline loaded from the same artifacts. previews:
         pipeline folder whose tiny VAE decodes previews; None: the pipeline's own, if it is one. devices: 2: compute the
@@ -174,7 +175,9 @@ class LoadedPipeline:
         where = device_name(target.name, devices - 1)
         if devices > 1:
             place(where)  # names a GPU that is not there, before its memory is asked for
-        moves = None if low_memory else moving_weights(folder, own, target, keep, device_memory, beside)
+        moves = (
+            None if low_memory else moving_weights(folder, own, target, keep, device_memory, beside, changing=changing)
+        )
 
         def load(name: str) -> Submodel:
             return shared[name] if name in shared else loaded(name, 0, moves)
@@ -210,7 +213,7 @@ class LoadedPipeline:
 
         second = None
         if devices > 1:
-            theirs = moving_weights(folder, [family.denoiser], target, keep, device_memory, beside, where)
+            theirs = moving_weights(folder, [family.denoiser], target, keep, device_memory, beside, where, changing)
             second = loaded(family.denoiser, 1, theirs)
         with ThreadPoolExecutor(max_workers=len(names)) as pool:
             submodels = dict(zip(names, pool.map(load, names), strict=True))

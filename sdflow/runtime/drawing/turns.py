@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE
-from sdflow.errors import SlowerWarning, UsageError
+from sdflow.errors import SlowerWarning, TargetUnavailableError, UsageError
 from sdflow.families.shared.base import Family
+from sdflow.machine.memory import HOST, available_bytes
 from sdflow.models.base import Role
 from sdflow.runtime.files.folder import folder_configs, folder_defaults, folder_family
+from sdflow.runtime.kernels.library import operator_library
 from sdflow.runtime.memory_limit import device_run_bytes, drawing_bytes
+from sdflow.runtime.sessions.moving_memory import HOST_SHARE
 from sdflow.runtime.sessions.residency import HEADROOM, Keep, Residency, reserved, residency
 from sdflow.runtime.sessions.session import read_graph
 from sdflow.runtime.sessions.stream_plan import StreamBuffers, StreamPlan, buffer_size, is_half, stream_plan
@@ -23,7 +26,7 @@ from sdflow.units import spell_bytes
 
 @dataclass(frozen=True)
 class Moves:
-    """residency: manages weights that take turns. streams: submodel -> plan, for those that do not fit by themselves."""
+    """residency: manages weights that take turns. streams: submodel -> plan, for those that are streamed."""
 
     residency: Residency
     streams: Mapping[str, StreamPlan] = field(default_factory=dict)
@@ -43,13 +46,18 @@ def moving_weights(
     device_memory: int | None,
     beside: int = 0,
     device: str = "cuda",
+    changing: bool = False,
 ) -> Moves | None:
     """Return how these submodels' weights move, or None if all stay: on the CPU, with keep "all", or if they fit together
     with the working memory of one image of the model's own size with guidance.
 
+    A submodel's weights are streamed if they do not fit by themselves. They are also streamed, where this is possible, if
+    they fit but leave too little for the denoiser's working memory.
+
     device_memory: limit in bytes for this process, without CUDA's context; None: all free memory. beside: bytes of
-    further weights on the device. device: a GPU, in torch's notation. Warns with SlowerWarning if a submodel's weights
-    are streamed. Raises UsageError if even that does not fit.
+    further weights on the device. device: a GPU, in torch's notation. changing: whether LoRAs may be chosen per request,
+    so that weights are streamed only where they must be. Warns with SlowerWarning if a submodel's weights are streamed,
+    or should be but cannot. Raises UsageError if even that does not fit.
     """
     if target.name != "cuda" or keep == "all":
         return None
@@ -62,33 +70,61 @@ def moving_weights(
     if fits:
         return None if device_memory is None else Moves(places)
     kept = reserved(_denoiser_bytes(folder, family, configs))
-    large = [name for name, size in sizes.items() if size + kept > room]
-    every = {name: read_graph(folder / name / MODEL_FILE) for name in large if _streams(family, configs, name)}
-    buffers = StreamBuffers(max(map(buffer_size, every.values()), default=0))
-    streams = {}
-    for name in large:
-        plan = None
-        if name in every:
+    alone = [name for name, size in sizes.items() if size + HEADROOM > room]
+    large = [name for name, size in sizes.items() if size + (HEADROOM if changing else kept) > room]
+    graphs = {name: read_graph(folder / name / MODEL_FILE) for name in large if _streams(family, configs, name)}
+    lacking = _lacking(device) if graphs else None
+    buffers = StreamBuffers(max(map(buffer_size, graphs.values()), default=0))
+    streams: dict[str, StreamPlan] = {}
+    host, whole = available_bytes(HOST), dict[str, list[str]]()
+    for name in sorted(large, key=lambda name: name not in alone):
+        plan, why = None, lacking
+        if name in graphs and why is None:
             latents = None if name in family.text_of(configs) else _latents(family, configs, name)
-            plan = stream_plan(every[name], room - kept - 2 * buffers.size, buffers, latents)
-        if plan is not None:
+            plan = stream_plan(graphs[name], room - kept - 2 * buffers.size, buffers, latents)
+            if plan is not None and plan.size >= HOST_SHARE * host:
+                why = f"the {_spelled(name)} would take too much of this computer's memory ({spell_bytes(plan.size)})"
+        if plan is not None and (name in alone or why is None):
             streams[name] = plan
-        elif sizes[name] + HEADROOM > room:
+            host -= plan.size
+        elif name in alone:
+            reason = f"; they cannot be streamed: {lacking}" if lacking and name in graphs else ""
             raise UsageError(
-                f"its {name.replace('_', ' ')} has {spell_bytes(sizes[name])} of weights, but only "
-                f"{spell_bytes(max(0, room))} of the device {device} are available, including {spell_bytes(HEADROOM)} of working "
-                "memory",
+                f"its {_spelled(name)} has {spell_bytes(sizes[name])} of weights, but only {spell_bytes(max(0, room))} of the "
+                f"memory of {device} is available, including {spell_bytes(HEADROOM)} of working memory{reason}",
                 where=str(folder),
                 remedy="Quantize it (QuantizeFp8), or use the CPU: --target cpu.",
             )
+        elif why is not None and name in graphs:
+            whole[why] = [*whole.get(why, []), _spelled(name)]
+    for why, names_of in whole.items():
+        warnings.warn(
+            f"the weights of the {' and the '.join(names_of)} take turns with others instead of being streamed, which leaves "
+            f"little memory to work in: {why}",
+            SlowerWarning,
+            stacklevel=3,
+        )
     for name, plan in streams.items():
         warnings.warn(
-            f"the {name.replace('_', ' ')} streams {spell_bytes(plan.size)} of its {spell_bytes(sizes[name])} of weights from "
-            f"host memory, because {spell_bytes(room)} of the device are available",
+            f"the {_spelled(name)} streams {spell_bytes(plan.size)} of its {spell_bytes(sizes[name])} of weights from host "
+            f"memory, because {spell_bytes(room)} of the memory of {device} is available",
             SlowerWarning,
             stacklevel=3,
         )
     return Moves(places, streams)
+
+
+def _spelled(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _lacking(device: str) -> str | None:
+    """Return why weights cannot be streamed to this device, if so."""
+    try:
+        operator_library(int(device.partition(":")[2] or 0))
+    except (TargetUnavailableError, UsageError) as error:
+        return error.what
+    return None
 
 
 def _streams(family: Family, configs: Mapping[str, Mapping[str, Any]], name: str) -> bool:

@@ -27,8 +27,8 @@ MARGIN = 1 << 29
 
 
 def reserved(working: int) -> int:
-    """Bytes of a device that weights which take turns leave free; larger ones are streamed. working: the denoiser's
-    working memory, which its sessions keep."""
+    """Bytes of a device that weights which take turns leave free; larger ones are streamed where possible. working: the
+    denoiser's working memory, which its sessions keep."""
     return HEADROOM + MARGIN + working
 
 

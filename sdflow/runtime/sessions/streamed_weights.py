@@ -34,7 +34,8 @@ class StreamedWeights:
     def __init__(self, folder: Path, plan: StreamPlan, device: str, *, delay: int = 0) -> None:
         self._folder, self._plan, self._device, self._delay = folder, plan, device, delay
         self._buffers = plan.buffers.on(device)
-        self._locked: torch.Tensor | None = None
+        self._memory: torch.Tensor | None = None
+        self._locked = False
         self._files: dict[str, np.ndarray] = {}
         self.library = operator_library(int(device.partition(":")[2] or 0))
         self._at = self._read()
@@ -42,7 +43,7 @@ class StreamedWeights:
     @property
     def captures(self) -> bool:
         """Whether runs can be captured in a CUDA graph: not if weights are in pageable memory."""
-        return not self._files
+        return self._locked or self._buffers[0].device.type == "cpu"
 
     def open(self, model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, torch.Tensor]]:
         """Return a copy of a graph whose streamed weights are inputs, and the tensors to bind to these. It must not be
@@ -57,7 +58,7 @@ class StreamedWeights:
             for each in placed:
                 span = spans[each.weight]
                 target = self._buffers[each.buffer].data_ptr() + each.offset
-                size = aligned(span[2]) if self._locked is not None else span[2]
+                size = aligned(span[2]) if self._memory is not None else span[2]
                 if whole is not None and (whole.source + whole.size, whole.target + whole.size) == (
                     self._at[span],
                     target,
@@ -81,38 +82,47 @@ class StreamedWeights:
         return opened, inputs
 
     def _read(self) -> dict[Span, int]:
-        """Bring the weights into page-locked memory if there is enough, else map their files. Return their
-        addresses."""
+        """Bring the weights into page-locked memory, or pageable memory if the driver locks none; if there is too little of
+        it, map their files. Return their addresses."""
         import numpy as np
         import torch
 
         size = sum(aligned(length) for _, _, length in self._plan.streamed)
-        if size < HOST_SHARE * available_bytes(HOST):
-            on_cpu = self._buffers[0].device.type == "cpu"
-            self._locked = torch.empty(size, dtype=torch.uint8) if on_cpu else page_locked(size)
+        free = available_bytes(HOST)
         files: dict[str, np.ndarray] = {
             location: np.memmap(self._folder / location, np.uint8, "c")
             for location in {location for location, _, _ in self._plan.streamed}
         }
-        if self._locked is None:
+        if size >= HOST_SHARE * free:
             warnings.warn(
                 f"{self._folder.name} reads {spell_bytes(size)} of weights from the disk in every step: this computer has "
-                f"too little free memory for them ({spell_bytes(available_bytes(HOST))})",
+                f"too little free memory for them ({spell_bytes(free)})",
                 SlowerWarning,
                 stacklevel=2,
             )
             self._files = files
             return {span: int(files[span[0]].ctypes.data) + span[1] for span in self._plan.streamed}
+        if self._buffers[0].device.type != "cpu":
+            self._memory = page_locked(size)
+            self._locked = self._memory is not None
+            if not self._locked:
+                warnings.warn(
+                    f"{self._folder.name} streams {spell_bytes(size)} of weights from memory that the driver could not lock, "
+                    "so steps wait for their copies",
+                    SlowerWarning,
+                    stacklevel=2,
+                )
+        if self._memory is None:
+            self._memory = torch.empty(size, dtype=torch.uint8)
         found: dict[Span, int] = {}
         at = 0
         for span in self._plan.streamed:
             location, offset, length = span
-            self._locked[at : at + length].copy_(torch.from_numpy(files[location][offset : offset + length]))
-            found[span] = self._locked.data_ptr() + at
+            self._memory[at : at + length].copy_(torch.from_numpy(files[location][offset : offset + length]))
+            found[span] = self._memory.data_ptr() + at
             at += aligned(length)
         return found
 
     def __del__(self) -> None:
-        locked = getattr(self, "_locked", None)
-        if locked is not None and self._buffers[0].device.type != "cpu" and not sys.is_finalizing():
-            unlock(locked, self._device)
+        if getattr(self, "_locked", False) and self._memory is not None and not sys.is_finalizing():
+            unlock(self._memory, self._device)

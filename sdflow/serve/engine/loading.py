@@ -63,7 +63,7 @@ def load(folder: Path, threads: int | None, options: WorkerOptions) -> ServedPip
     """Load a pipeline with these options. Raises like `ServedPipeline.load`."""
     from sdflow.serve.engine.served_pipeline import ServedPipeline
 
-    made = ServedPipeline.load(folder, threads, options.checker, options.embeddings, options.gpu_share)
+    made = ServedPipeline.load(folder, threads, options.checker, options.embeddings, options.gpu_share, options.loras)
     for stage in made.stages:
         stage.most_chunks = options.chunks
     return made

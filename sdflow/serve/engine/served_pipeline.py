@@ -78,14 +78,16 @@ class ServedPipeline:
         checker: bool = True,
         embeddings: Path | None = None,
         gpu_share: float | None = None,
+        loras: bool = False,
     ) -> ServedPipeline:
         """Load a pipeline folder for its target. embeddings: textual inversion files. gpu_share: fraction of the GPU's
-        memory that this process may use, for the target cuda; None: all. Raises like `Pipeline.load`."""
+        memory that this process may use, for the target cuda; None: all. loras: whether
+        requests may choose LoRAs. Raises like `Pipeline.load`."""
         origin = read_manifest(folder).origin
         target = find_target(origin.target, str(folder / MANIFEST_FILE))
         recorded, family = recorded_tuning(folder, target).tuning, folder_family(folder)
         tuning = replace(recorded, session={**RESTING, **recorded.session})
-        options: dict[str, Any] = {"threads": threads, "checker": checker, "tuning": tuning}
+        options: dict[str, Any] = {"threads": threads, "checker": checker, "tuning": tuning, "changing": loras}
         options["embeddings"] = [] if embeddings is None else [embeddings]
         if gpu_share is not None and target.name == "cuda":
             options["device_memory"] = int(gpu_share * device_bytes("cuda")) - CONTEXT
