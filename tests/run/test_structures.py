@@ -304,7 +304,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes, Members], bytes], str]] = {
     "no archive": (lambda data, members: b"PK\x03\x04 something else" * 50, "not an archive of structures"),
     "another archive": (lambda data, members: packed({"readme": b"{}"}), "holds no exported structures"),
     "another list": (lambda data, members: packed({**members, LISTED: b"{}"}), "not an archive of structures"),
-    "a file changed": (lambda data, members: with_pieces(members, lambda piece: b"x" + piece[1:]), "this digest"),
+    "a file changed": (lambda data, members: with_pieces(members, lambda piece: b"x" + piece[1:]), "another digest"),
     "a file missing": (lambda data, members: with_pieces(members, lambda piece: None), "has lost parts"),
     "a bomb": (lambda data, members: with_pieces(members, lambda piece: bytes(200 << 20)), "it is longer than"),
     "compressed otherwise": (lambda data, members: packed(members, zipfile.ZIP_LZMA), "other than deflate"),
