@@ -241,7 +241,7 @@ static inline size_t one_tensor(const Op *op) { return (void)op, 1; }
 #define OP(NAME, INPUT_TYPE, INPUT_COUNT, INPUT_IS, OUTPUT_TYPE, OUTPUT_COUNT, OUTPUT_IS)                            \
     {                                                                                                                \
         ORT_VERSION, 0, NAME, on_cuda, INPUT_TYPE, INPUT_COUNT, OUTPUT_TYPE, OUTPUT_COUNT, 0, free, INPUT_IS,        \
-            OUTPUT_IS, on_device, none, none, none, none, create, compute,                                           \
+            OUTPUT_IS, on_device, none, none, none, none, create, compute, 0, 0, 0, 0, 0, 0, 0,                      \
     }
 
 #endif
