@@ -210,6 +210,6 @@ static size_t output_count(const Op *op) { return (void)op, 2; }
 #define PRODUCT                                                                                                     \
     {                                                                                                               \
         ORT_VERSION, 0, name, on_cuda, input_type, input_count, output_type, output_count, 0, destroy,               \
-            required, required, on_device, none, none, none, none, create, compute,                                  \
+            required, required, on_device, none, none, none, none, create, compute, 0, 0, 0, 0, 0, 0, 0,             \
     }
 const Op float8_product = PRODUCT, float8_product_bfloat16 = PRODUCT;
