@@ -319,11 +319,11 @@ def test_each_operator_is_of_one_part_and_has_kernels() -> None:
 
 
 @LINUX
-def test_the_operators_compile_and_two_functions_are_to_be_seen(tmp_path: Path) -> None:
+def test_the_operators_compile_and_three_functions_are_to_be_seen(tmp_path: Path) -> None:
     library.compile_operators(tmp_path, flags=["-Wall", "-Wextra", "-Werror"])
     command = ["nm", "-D", "--defined-only", str(tmp_path / "libsdflow_kernels.so")]
     symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert symbols.split()[2::3] == ["RegisterCustomOps", "sdflow_give_code"], symbols
+    assert symbols.split()[2::3] == ["RegisterCustomOps", "sdflow_give_code", "sdflow_moved_bytes"], symbols
 
 
 @LINUX
