@@ -128,9 +128,8 @@ class HalvedDenoisers(DenoiserSource):
             )
         half = replace(request, rows=images, fewer=replace(fewer, guidance=None), skipped=())
         without = replace(half, skipped=request.skipped)
-        with ThreadPoolExecutor(
-            max_workers=1
-        ) as pool:  # creates sessions only: none runs before the drawing's first step
+        # Sessions are only created here, side by side: none runs before the drawing's first step.
+        with ThreadPoolExecutor(max_workers=1) as pool:
             second = pool.submit(self._second.get, half)
             first = self._first.get(half, [without])
             made: Denoiser = HalvesDenoiser(first, second.result(), request.rows, self._places, self._worker)
