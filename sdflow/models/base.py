@@ -193,6 +193,7 @@ class Model:
     blocks: the module list of a transformer's blocks, any of which can be skipped
         (`sdflow.runtime.denoiser.skipped_blocks`).
     quick: decodes in a fraction of the time of a denoising step (a tiny VAE).
+    random_version: version of `random_gain`, part of the identity of `synthetic:` weights.
     device_factor: measured peak memory of a run on CUDA, relative to `working_values` in the graph's own type
         (tests/fits/test_measured_peaks.py).
     """
@@ -202,6 +203,7 @@ class Model:
     quick: ClassVar[bool] = False
     library_module: ClassVar[str | None] = None
     blocks: ClassVar[str | None] = None
+    random_version: ClassVar[int] = 1
     device_factor: ClassVar[float] = 2.7
 
     @property
@@ -333,6 +335,11 @@ class Model:
         import numpy as np
 
         return random.standard_normal(shape, np.float32)
+
+    def random_gain(self, name: str) -> float:
+        """Return the deviation of a matrix of `synthetic:` weights, relative to the one that preserves the variance of
+        its input. name: after `current_name`."""
+        return 1.0
 
     def current_name(self, name: str) -> str:
         """Return the class's current name for a checkpoint tensor: older library releases used other names."""

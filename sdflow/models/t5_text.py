@@ -46,6 +46,7 @@ class T5Text(Model):
     class_name: ClassVar[str] = "T5EncoderModel"
     weights_stem: ClassVar[str] = "model"
     library_module: ClassVar[str | None] = "transformers.models.t5.modeling_t5"
+    random_version: ClassVar[int] = 2
 
     def empty(self, config: Config) -> torch.nn.Module:
         from transformers import T5Config, T5EncoderModel
@@ -100,6 +101,11 @@ class T5Text(Model):
 
     def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         return {"input_ids": args[0] if args else kwargs["input_ids"]}
+
+    def random_gain(self, name: str) -> float:
+        """T5 does not divide attention scores by the root of the head size (64 in all published models); transformers
+        initializes q smaller instead. Larger scores would make each softmax amplify rounding."""
+        return 1 / 8 if name.endswith("SelfAttention.q.weight") else 1.0
 
     def current_name(self, name: str) -> str:
         """Unify the two names of the embedding, and translate llama.cpp's names."""

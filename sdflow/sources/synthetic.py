@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-GENERATOR_VERSION = 1  # increase it when values change: it is part of the identity
+GENERATOR_VERSION = 1
+"""Part of the identity: increase it when values change, or `Model.random_version` when those of one class do."""
 _CHUNK = 1 << 20
 _CACHED = 1 << 16
 """Values computed at a time, which stay in the processor's cache; an even number."""
@@ -93,45 +94,33 @@ def synthetic_submodel(model: Model, config: Mapping[str, Any], seed: int, famil
             "class": model.class_name,
             "config": config_digest(config),
             "seed": seed,
-            "generator": GENERATOR_VERSION,
+            "generator": max(GENERATOR_VERSION, model.random_version),
         },
         load={"kind": "synthetic", "family": family, "config": config, "seed": seed},
     )
 
 
-def synthetic_tensors(
-    class_name: str, shapes: Mapping[str, tuple[int, ...]], seed: int
-) -> dict[str, NDArray[np.float32]]:
-    """Random float32 weights for the parameters of a `class_name`, scaled to keep activations near 1."""
-    return {name: _tensor(f"{class_name}/{name}", name, shape, seed) for name, shape in shapes.items()}
-
-
-def _tensor(stream: str, name: str, shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
+def synthetic_tensors(model: Model, shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, NDArray[np.float32]]:
+    """Random float32 weights for the parameters of a model, scaled to keep activations near 1."""
     import numpy as np
 
-    values = np.empty(prod(shape), np.float32)
-    _fill(values, _bits(stream, seed), *_distribution(name, shape))
-    return values.reshape(shape)
+    tensors = {}
+    for name, shape in shapes.items():
+        values = np.empty(prod(shape), np.float32)
+        _fill(values, _bits(model, name, seed), *_distribution(model, name, shape))
+        tensors[name] = values.reshape(shape)
+    return tensors
 
 
-def _blocks(stream: str, name: str, shape: tuple[int, ...], seed: int) -> Iterator[NDArray[np.float32]]:
+def _bits(model: Model, name: str, seed: int) -> np.random.PCG64:
     import numpy as np
 
-    bits, count = _bits(stream, seed), prod(shape)
-    for begin in range(0, count, _CHUNK):
-        values = np.empty(min(_CHUNK, count - begin), np.float32)
-        _fill(values, bits, *_distribution(name, shape))
-        yield values
-
-
-def _bits(stream: str, seed: int) -> np.random.PCG64:
-    import numpy as np
-
-    key = hashlib.sha256(f"sdflow-synthetic/{GENERATOR_VERSION}/{seed}/{stream}".encode()).digest()
+    stream = f"sdflow-synthetic/{GENERATOR_VERSION}/{seed}/{model.class_name}/{name}"
+    key = hashlib.sha256(stream.encode()).digest()
     return np.random.PCG64(int.from_bytes(key, "little"))
 
 
-def _distribution(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+def _distribution(model: Model, name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """Mean and standard deviation of a parameter's values."""
     if name.endswith("embeds_weights"):
         # Thresholds of the safety checker above any cosine, so that random weights flag nothing.
@@ -139,7 +128,7 @@ def _distribution(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     if name.endswith(("_embedding", "token_embedding.weight", "position_embedding.weight")):
         return 0.0, 0.02
     if len(shape) > 1:
-        return 0.0, 1.0 / sqrt(prod(shape[1:]))
+        return 0.0, model.random_gain(name) / sqrt(prod(shape[1:]))
     return (0.0, 0.05) if name.endswith("bias") else (1.0, 0.1)
 
 
@@ -162,11 +151,17 @@ def tensors_for(model: Model, shapes: Mapping[str, tuple[int, ...]], seed: int) 
     """Weights for a module with parameters of these names and shapes, regardless of the prefixes that its transformers
     release uses."""
     names = {name: model.current_name(name) for name in shapes}
-    tensors = synthetic_tensors(model.class_name, {names[name]: shape for name, shape in shapes.items()}, seed)
+    tensors = synthetic_tensors(model, {names[name]: shape for name, shape in shapes.items()}, seed)
     return {name: tensors[names[name]] for name in shapes}
 
 
 def blocks_of(model: Model, name: str, shape: tuple[int, ...], seed: int) -> Iterator[NDArray[np.float32]]:
     """The values of `tensors_for` for one parameter, in row-major order, in flat blocks."""
-    current = model.current_name(name)
-    return _blocks(f"{model.class_name}/{current}", current, shape, seed)
+    import numpy as np
+
+    current, count = model.current_name(name), prod(shape)
+    bits = _bits(model, current, seed)
+    for begin in range(0, count, _CHUNK):
+        values = np.empty(min(_CHUNK, count - begin), np.float32)
+        _fill(values, bits, *_distribution(model, current, shape))
+        yield values

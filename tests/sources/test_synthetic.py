@@ -8,8 +8,11 @@ import sys
 import numpy as np
 import pytest
 import torch
+from transformers import T5Config, T5EncoderModel
 
 from sdflow.errors import CheckpointError
+from sdflow.models.t5_text import T5Text
+from sdflow.models.unet import UNet
 from sdflow.sources import Checkpoint, PlainDigests, load_module, load_pipeline, open_checkpoint, submodel_config
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.synthetic import synthetic_tensors
@@ -28,7 +31,7 @@ def state_digest(module: torch.nn.Module) -> str:
 
 def test_values_never_change() -> None:
     """The identity of a synthetic checkpoint has no digest of its values: they must be the same for ever."""
-    tensors = synthetic_tensors("UNet2DConditionModel", {"conv.weight": (3, 5, 1, 1), "norm.bias": (7,)}, seed=0)
+    tensors = synthetic_tensors(UNet(), {"conv.weight": (3, 5, 1, 1), "norm.bias": (7,)}, seed=0)
     values = b"".join(tensor.astype("<f4").tobytes() for tensor in tensors.values())
     assert hashlib.sha256(values).hexdigest() == "80cd2a9de038d4221d0d71d8b6c2bab92884502e051688e734b33512fe5bceef"
 
@@ -47,10 +50,22 @@ def test_another_process_makes_the_same_weights(tiny: Checkpoint) -> None:
 
 
 def test_the_order_and_the_other_tensors_do_not_matter() -> None:
-    one = synthetic_tensors("X", {"a.weight": (8, 8), "b.weight": (8, 8)}, 5)
-    other = synthetic_tensors("X", {"b.weight": (8, 8)}, 5)
+    one = synthetic_tensors(UNet(), {"a.weight": (8, 8), "b.weight": (8, 8)}, 5)
+    other = synthetic_tensors(UNet(), {"b.weight": (8, 8)}, 5)
     assert np.array_equal(one["b.weight"], other["b.weight"])
     assert not np.array_equal(one["a.weight"], one["b.weight"])
+
+
+def test_attention_of_t5_has_the_scores_of_its_own_initialization() -> None:
+    """T5 does not scale its scores: with a larger q, random weights amplify rounding as no published model does."""
+    own = T5EncoderModel(T5Config(d_model=256, d_kv=64, num_heads=4, d_ff=64, num_layers=1, vocab_size=8))
+    layer = own.encoder.block[0].layer[0].SelfAttention
+    for name in ("q", "k", "v"):
+        expected = getattr(layer, name).weight.detach()
+        key = f"encoder.block.0.layer.0.SelfAttention.{name}.weight"
+        found = synthetic_tensors(T5Text(), {key: tuple(expected.shape)}, 0)[key]
+        assert found.std() == pytest.approx(expected.std().item(), rel=0.05)
+    assert opened("synthetic:sd35-tiny").submodels["text_encoder_3"].identity["generator"] == 2
 
 
 def test_the_seed_changes_weights_and_identity(tiny: Checkpoint) -> None:
