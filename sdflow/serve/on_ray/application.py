@@ -198,6 +198,7 @@ class ReplicaLine:
             return
         if isinstance(message, Begun):
             self._open[job.request, job.index] = True
+            self._count(())
         if isinstance(message, OfImage):
             self._hear(replace(message, request=job.request, index=job.index))
 
