@@ -28,6 +28,12 @@ def served(tiny_pipeline: Path) -> ServedPipeline:
     return ServedPipeline(Pipeline.load(tiny_pipeline, "cpu", threads=1))
 
 
+def prepare_batches(served: ServedPipeline, *guidance: float) -> None:
+    """Make the sessions of batches, as a server does that was idle."""
+    for scale in guidance:
+        served.prepare(job(0, arguments=call(3, scale)), max(SECONDS))
+
+
 def pixels(seed: int) -> Image:
     return Image("RGB", (64, 64), np.random.default_rng(seed).integers(0, 255, (64, 64, 3), np.uint8).tobytes())
 
@@ -100,6 +106,7 @@ def alone(pipeline: Pipeline, each: Job) -> np.ndarray:
 
 def test_twelve_mixed_requests_get_the_images_that_each_alone_gets(served: ServedPipeline) -> None:
     told: list[Message] = []
+    prepare_batches(served, 7.5, 1.0)
     run(Engine(lambda job: served, {"tiny": SECONDS}, told.append, places=6), MIXED, at_once=5)
     assert [each for each in told if isinstance(each, Failed)] == []
     batches = [batch for each in told if isinstance(each, Turned) for batch in each.batches]
@@ -113,6 +120,7 @@ def test_twelve_mixed_requests_get_the_images_that_each_alone_gets(served: Serve
 
 def test_a_new_request_joins_at_the_next_step_and_a_finished_one_leaves(served: ServedPipeline) -> None:
     told: list[Message] = []
+    prepare_batches(served, 7.5)
     engine = Engine(lambda job: served, {"tiny": SECONDS}, told.append, places=4)
     engine.submit(job(0, arguments=call(3, 7.5)))
     engine.turn()
@@ -186,6 +194,7 @@ def test_a_batch_that_cannot_be_run_is_run_one_by_one(served: ServedPipeline, mo
     """As when memory is short: the larger batch fails, its images do not."""
     from sdflow.serve.engine.shared_steps import SharedSteps
 
+    prepare_batches(served, 7.5)
     own = SharedSteps.run
 
     def short_of_memory(self: SharedSteps, steps: Sequence[Any], size: int) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ from sdflow.runtime.drawing.drawing import Drawing
 from sdflow.runtime.drawing.waits import Compute, Fetch
 from sdflow.serve.engine.elsewhere import Pending, start
 from sdflow.serve.engine.pace import Pace
-from sdflow.serve.engine.served_pipeline import ServedPipeline, Work, shared_steps
+from sdflow.serve.engine.served_pipeline import ServedPipeline, Work, halves, shared_steps
 from sdflow.serve.engine.shared_denoisers import SIZES_KEPT
 from sdflow.serve.engine.shared_steps import SharedSteps
 from sdflow.serve.engine.shares import Shares
@@ -141,9 +141,9 @@ class Engine:
         if stepping := self._stepping:
             group = self._next_group(stepping)
             self._finish_others(group)
-            first, steps = group[0].job, group[0].steps
+            first = group[0].job
             pace = self._pace(first)
-            size = 1 if steps is not None and steps.alone else pace.size(len(group))
+            size = _batch_size(group, pace)
             batches = self._run_batch(group[:size], size)
             if batches and own_size(first) and not first.conditioning.references:
                 others = sum(_kind(job) == _kind(first) and own_size(job) for job in self._waiting.jobs)
@@ -321,6 +321,16 @@ def _sent(work: Work, pending: Pending) -> Drawing | Fetch | Compute:
     except Exception as error:  # noqa: BLE001  (any error belongs to the image)
         return work.throw(error)
     return work.send(found)
+
+
+def _batch_size(group: Sequence[_Running], pace: Pace) -> int:
+    """Return the most efficient batch size for a group, or the largest below it that is ready."""
+    drawings = [each.drawing for each in group if each.drawing is not None]
+    steps, wanted = group[0].steps, pace.size(len(group))
+    if steps is None or steps.alone:
+        return 1
+    sizes = (size for size in sorted(pace.seconds, reverse=True) if size <= wanted)
+    return next((size for size in sizes if steps.usable(size, halves(drawings[:size]))), 1)
 
 
 def own_size(job: Job) -> bool:
