@@ -134,6 +134,24 @@ def test_a_new_request_joins_at_the_next_step_and_a_finished_one_leaves(served: 
     assert {each.request for each in told if isinstance(each, Drawn)} == {"request 0", "request 1"}
 
 
+def test_images_that_share_runs_only_from_the_same_step_on_start_together_when_the_one_before_them_is_done(
+    served: ServedPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FLUX.2's and Z-Image's do. In turns, all would take longer, and none would share a run."""
+    prepare_batches(served, 7.5)
+    monkeypatch.setattr(served.shared_steps(8, 8), "one_time", True)
+    told: list[Message] = []
+    engine = Engine(lambda job: served, {"tiny": SECONDS}, told.append, places=4)
+    for number in range(3):
+        engine.submit(job(number, arguments=call(3, 7.5), scheduler="ddim"))
+        if not number:
+            engine.turn()
+    while engine.busy:
+        engine.turn()
+    batches = [images for each in told if isinstance(each, Turned) for images, _, _ in each.batches]
+    assert batches == [1, 1, 1, 2, 2, 2]
+
+
 def test_a_small_image_waits_for_a_step_of_a_large_one_and_not_for_all_of_it(served: ServedPipeline) -> None:
     """One place for each size."""
     told: list[Message] = []

@@ -10,8 +10,8 @@ def served(shares: Shares, seconds: dict[str, float], steps: int) -> list[str]:
     """The groups in the order in which they are stepped."""
     order = []
     for _ in range(steps):
-        group = str(shares.next({each: each for each in seconds}))
-        shares.ran(group, group, seconds[group])
+        group = str(shares.next(seconds.keys()))
+        shares.ran(group, seconds[group])
         order.append(group)
     return order
 
@@ -27,27 +27,19 @@ def test_one_that_comes_waits_for_no_further_step_of_a_large_one() -> None:
     assert served(shares, {"large": 2.0, "small": 0.1}, 10) == ["small"] * 10
 
 
-def test_who_comes_again_and_again_gets_no_more_than_its_share() -> None:
-    """Small images one after the other, each gone before the next comes."""
-    shares, order = Shares(), list[str]()
-    for number in range(200):
-        image = f"small {number}"
-        for _ in range(3):
-            group = str(shares.next({"large": "large", image: "small"}))
-            shares.ran(group, group.split()[0], 2.0 if group == "large" else 0.1)
-            order.append(group.split()[0])
-    large, small = 2.0 * order.count("large"), 0.1 * order.count("small")
-    assert abs(large - small) <= 4, (large, small)
-
-
-def test_how_long_a_step_takes_is_known_where_each_step_is_a_group_of_its_own() -> None:
-    """Of images that share a run only at the same moment of their schedules: FLUX.2's, Z-Image's."""
+def test_who_comes_again_gets_no_more_than_its_share() -> None:
+    """One with long steps leaves after the first and comes back."""
     shares = Shares()
-    for moment in range(3):
-        assert shares.step("large") == (2.0 if moment else 0.0)
-        group = shares.next({("large", moment): "large"})
-        shares.ran(group, "large", 2.0)
-    shares.next({"small 0": "small"})
+    assert served(shares, {"short": 1.0, "long": 5.0}, 2) == ["short", "long"]
+    assert served(shares, {"short": 1.0}, 2) == ["short"] * 2
+    assert served(shares, {"short": 1.0, "long": 5.0}, 4) == ["short", "short", "short", "long"]
+
+
+def test_how_long_a_step_takes_is_known_while_there_are_images_of_its_kind() -> None:
+    shares = Shares()
+    served(shares, {"large": 2.0}, 3)
+    assert shares.step("large") == 2.0
+    shares.next(["small"])
     assert shares.step("large") == 0.0, "none of it is drawn any more"
 
 

@@ -225,11 +225,11 @@ class Engine:
         return (yield from running.pipeline.draw(running.job, self._tell, running.take_show))
 
     def _next_group(self, stepping: Sequence[_Running]) -> list[_Running]:
-        """Return the images that share the next run."""
-        groups: dict[Hashable, list[_Running]] = {}
-        for running in stepping:
-            groups.setdefault(running.next_step(), []).append(running)
-        return groups[self._shares.next({key: _flow(group[0].job) for key, group in groups.items()})]
+        """Return the images that share the next run: the oldest of a flow, and those that can run with it. Others of
+        the flow wait. Taking turns would delay all of them, and those that wait may start together."""
+        flow = self._shares.next(dict.fromkeys(_flow(running.job) for running in stepping))
+        own = [running for running in stepping if _flow(running.job) == flow]
+        return [running for running in own if running.next_step() == own[0].next_step()]
 
     def _finish_others(self, group: Sequence[_Running]) -> None:
         """Let pending work finish before a long step instead of after it. A GPU's steps are short."""
@@ -242,7 +242,7 @@ class Engine:
 
     def _run_batch(self, together: Sequence[_Running], size: int) -> list[Batch]:
         """Run one batch. If it fails, out of memory for example, run its images one by one."""
-        key, begun = together[0].next_step(), time.perf_counter()
+        begun = time.perf_counter()
         try:
             together[0].pipeline.step([each.drawing for each in together if each.drawing is not None], size)
         except Exception as error:  # noqa: BLE001  (errors of ONNX Runtime and torch share no class)
@@ -253,7 +253,7 @@ class Engine:
             self._fail(together[0], error)
             return []
         seconds = time.perf_counter() - begun
-        self._shares.ran(key, _flow(together[0].job), seconds)
+        self._shares.ran(_flow(together[0].job), seconds)
         for running in together:
             running.seconds["steps"] += seconds / len(together)
             self._go_on(running, "steps")
