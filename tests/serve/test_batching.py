@@ -28,10 +28,10 @@ def served(tiny_pipeline: Path) -> ServedPipeline:
     return ServedPipeline(Pipeline.load(tiny_pipeline, "cpu", threads=1))
 
 
-def prepare_batches(served: ServedPipeline, *guidance: float) -> None:
-    """Make the sessions of batches, as a server does that was idle."""
-    for scale in guidance:
-        served.prepare(job(0, arguments=call(3, scale)), max(SECONDS))
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session of a batch is made when it is first wanted."""
+    monkeypatch.setattr("sdflow.serve.engine.shared_steps.LACKED_RUNS", 0)
 
 
 def pixels(seed: int) -> Image:
@@ -106,7 +106,6 @@ def alone(pipeline: Pipeline, each: Job) -> np.ndarray:
 
 def test_twelve_mixed_requests_get_the_images_that_each_alone_gets(served: ServedPipeline) -> None:
     told: list[Message] = []
-    prepare_batches(served, 7.5, 1.0)
     run(Engine(lambda job: served, {"tiny": SECONDS}, told.append, places=6), MIXED, at_once=5)
     assert [each for each in told if isinstance(each, Failed)] == []
     batches = [batch for each in told if isinstance(each, Turned) for batch in each.batches]
@@ -120,7 +119,6 @@ def test_twelve_mixed_requests_get_the_images_that_each_alone_gets(served: Serve
 
 def test_a_new_request_joins_at_the_next_step_and_a_finished_one_leaves(served: ServedPipeline) -> None:
     told: list[Message] = []
-    prepare_batches(served, 7.5)
     engine = Engine(lambda job: served, {"tiny": SECONDS}, told.append, places=4)
     engine.submit(job(0, arguments=call(3, 7.5)))
     engine.turn()
@@ -138,7 +136,6 @@ def test_images_that_share_runs_only_from_the_same_step_on_start_together_when_t
     served: ServedPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As FLUX.2's and Z-Image's do. In turns, all would take longer, and none would share a run."""
-    prepare_batches(served, 7.5)
     monkeypatch.setattr(served.shared_steps(8, 8), "one_time", True)
     told: list[Message] = []
     engine = Engine(lambda job: served, {"tiny": SECONDS}, told.append, places=4)
@@ -212,7 +209,6 @@ def test_a_batch_that_cannot_be_run_is_run_one_by_one(served: ServedPipeline, mo
     """As when memory is short: the larger batch fails, its images do not."""
     from sdflow.serve.engine.shared_steps import SharedSteps
 
-    prepare_batches(served, 7.5)
     own = SharedSteps.run
 
     def short_of_memory(self: SharedSteps, steps: Sequence[Any], size: int) -> list[torch.Tensor]:
