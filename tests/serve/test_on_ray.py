@@ -60,6 +60,11 @@ def test_options_that_do_not_fit_together_are_refused(options: tuple[Any, ...], 
     assert told in str(raised.value)
 
 
+def test_a_cluster_serves_no_https() -> None:
+    with pytest.raises(UsageError, match="does not serve HTTPS"):
+        read_spread("ray", 8000, None, None, None, False, tls=True)
+
+
 def test_a_replica_gets_a_gpu_if_a_pipeline_needs_one() -> None:
     on_cpu, on_gpu = (Manifest(Origin(target, target), {}, ()) for target in ("cpu", "cuda"))
     assert with_gpus(Spread("auto"), None, [on_cpu]).gpus == 0
