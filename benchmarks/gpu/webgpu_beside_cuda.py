@@ -129,6 +129,8 @@ def built(folder: Path, target: str, options: argparse.Namespace) -> tuple[dict[
 
     ends = {"latents": draw("latent")}
     found["latents_s"] = time.perf_counter() - begun
+    found["placement"] = placements(pipeline, folder)
+    options.child.write_text(json.dumps(found))
     found["errors"] = dict[str, str]()
     runs: dict[str, Callable[[], Any]] = {
         "steps": lambda: draw("latent"),
@@ -140,6 +142,7 @@ def built(folder: Path, target: str, options: argparse.Namespace) -> tuple[dict[
         found["first_image_s"] = time.perf_counter() - begun
     except Exception:  # noqa: BLE001  the steps are measured all the same
         found["errors"]["image"] = traceback.format_exc()
+    options.child.write_text(json.dumps(found))
     with watched(found):
         times = measure(runs, options.rounds, options.seconds)
     middle = {each: statistics.median(every) for each, every in times.items()}
@@ -227,6 +230,8 @@ def fallen(found: dict[str, Any]) -> list[str]:
 
 def table(name: str, found: dict[str, Any]) -> None:
     for engine, each in found["engines"].items():
+        if "step_ms" not in each and "latents_s" in each:
+            print(f"{name} {engine}: first latents after {each['latents_s']:.1f} s; ended before it was measured")
         if "step_ms" in each:
             nodes = sum(sum(part["nodes"].values()) for part in each["placement"].values())
             memory = (
@@ -271,8 +276,12 @@ def compare(name: str, options: argparse.Namespace, results: Results, end: float
                 cases = Path(scratch) / f"{FLOAT32}{CASES}"
                 given = ["--cases", str(cases)] if engine in built_for and cases.exists() else []
                 command = [sys.executable, __file__, str(options.weights), name, "--engines", engine]
-                subprocess.run([*command, "--child", str(out), *given, *more], check=True, timeout=left)
-                each = found["engines"][engine] = json.loads(out.read_text())
+                try:
+                    subprocess.run([*command, "--child", str(out), *given, *more], check=True, timeout=left)
+                finally:  # also of an engine that failed or was ended
+                    if out.exists():
+                        found["engines"][engine] = json.loads(out.read_text())
+                each = found["engines"][engine]
                 with np.load(out.with_suffix(".npz")) as arrays:
                     ends[engine] = dict(arrays)
                 found["distances"] = distances(ends)

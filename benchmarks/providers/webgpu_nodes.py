@@ -28,8 +28,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from sdflow.machine.onnx_runtime import import_onnxruntime
 from sdflow.machine.plugins import plugins_of
+from sdflow.onnx_model.reading import load_graph
 from sdflow.runtime.sessions.dimensions import folded
-from sdflow.runtime.sessions.session import read_graph
 from sdflow.runtime.sessions.webgpu_angles import with_right_angles
 from sdflow.runtime.sessions.webgpu_norms import with_centered_norms
 from sdflow.targets import TARGETS, WEBGPU_PROVIDER
@@ -45,7 +45,7 @@ class Graph:
     """A graph for one size, as sdflow's sessions run it; types, shapes and constants of its values."""
 
     def __init__(self, path: Path, sizes: dict[str, int]) -> None:
-        model = read_graph(path)
+        model = load_graph(path)
         free = {
             item.name: tuple(
                 axis.dim_value or sizes.get(axis.dim_param) or DEFAULTS.get(axis.dim_param, 64)
@@ -53,9 +53,12 @@ class Graph:
             )
             for item in model.graph.input
         }
-        self.model = model = folded(model, free, str(path))
+        model = folded(model, free, str(path))
         with_right_angles(model)
         with_centered_norms(model)
+        if all(entry.domain != "com.microsoft" for entry in model.opset_import):
+            model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+        self.model = model = onnx.shape_inference.infer_shapes(model)  # of the values that these two add
         self.opsets = list(model.opset_import)
         self.values: dict[str, tuple[int, tuple[int, ...]]] = {}
         self.constants: dict[str, Any] = {}
