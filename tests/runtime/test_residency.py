@@ -40,13 +40,43 @@ class Weights:
     def present(self) -> bool:
         return self.number in self.device.maps
 
+    @property
+    def missing(self) -> int:
+        return 0 if self.present else self.size
+
     def bring(self) -> None:
         assert self.device.free() >= self.size, "more than the device has"
         self.device.maps[self.number] = mmap.mmap(-1, self.size)
         self.device.maps[self.number][:1] = bytes([self.number])
 
-    def remove(self) -> None:
+    def remove(self, wanted: int) -> None:
         self.device.maps.pop(self.number).close()
+
+
+class Pieces:
+    """Maps that come and go one by one, each filled with a byte of its own."""
+
+    def __init__(self, device: Device, count: int, size: int) -> None:
+        self.device, self.count, self.piece, self.size = device, count, size, count * size
+        self.brought = 0
+
+    @property
+    def missing(self) -> int:
+        return self.piece * sum(number not in self.device.maps for number in range(self.count))
+
+    def bring(self) -> None:
+        for number in range(self.count):
+            if number not in self.device.maps:
+                assert self.device.free() >= self.piece, "more than the device has"
+                self.device.maps[number] = mmap.mmap(-1, self.piece)
+                self.device.maps[number][:1] = bytes([number])
+                self.brought += 1
+
+    def remove(self, wanted: int) -> None:
+        for number in reversed(range(self.count)):
+            if wanted > 0 and number in self.device.maps:
+                self.device.maps.pop(number).close()
+                wanted -= self.piece
 
 
 @given(
@@ -72,7 +102,7 @@ def test_what_is_used_is_there_and_the_longest_unused_leaves_first(
             assert device.maps[number][0] == number
         assert {*device.maps} == {*expected}
     for each in [*device.maps]:
-        weights[each].remove()
+        weights[each].remove(0)
 
 
 def test_a_limit_counts_from_what_was_free_at_first() -> None:
@@ -110,6 +140,26 @@ def test_nobody_waits_for_work_unless_something_leaves() -> None:
     for each, waits in ((first, 0), (first, 0), (second, 1), (second, 1), (first, 2)):
         with places.using(each):
             assert len(waited) == waits
+    device.maps.clear()
+
+
+def test_weights_leave_only_as_far_as_their_room_is_needed() -> None:
+    device = Device(HEADROOM + 50 * MB)
+    places = Residency(device.free, lambda: None)
+    large, small = Pieces(device, 4, 10 * MB), Weights(device, 9, 20 * MB)
+    with places.using(large):
+        assert (large.brought, places.reachable()) == (4, device.size)
+    with places.using(small):
+        assert large.missing == 10 * MB
+    with places.using(large):
+        assert (large.missing, large.brought, small.present) == (0, 5, False)
+        assert [device.maps[number][0] for number in range(4)] == [0, 1, 2, 3]
+    places.make_room(HEADROOM + 31 * MB)
+    assert large.missing == 30 * MB
+    places.make_room(device.size)
+    assert not device.maps
+    with places.using(large):
+        assert large.brought == 9
     device.maps.clear()
 
 
@@ -203,10 +253,10 @@ def test_memory_leaves_a_device_and_its_values_come_back_to_their_address() -> N
     moving.bring()
     address = moving.bytes().data_ptr()
     free = torch.cuda.mem_get_info()[0]
-    for _ in range(3):
+    for wanted in (moving.size, 20 * MB, moving.size):
         torch.cuda.synchronize()
-        moving.remove()
-        assert torch.cuda.mem_get_info()[0] - free >= 300 * MB and not moving.present
+        moving.remove(wanted)
+        assert torch.cuda.mem_get_info()[0] - free >= wanted and moving.missing >= wanted
         moving.bring()
         assert moving.bytes().data_ptr() == address and torch.equal(moving.bytes().cpu(), values)
     assert len(read) == 1, "it waited in the host's memory"
