@@ -6,14 +6,18 @@ import mmap
 import threading
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sdflow.errors import UsageError
+from sdflow.runtime import vae
 from sdflow.runtime.draw_request import PARAMETERS
 from sdflow.runtime.drawing.turns import moving_weights
+from sdflow.runtime.files.folder import folder_family, submodel_config
 from sdflow.runtime.sessions.residency import HEADROOM, Residency
 from sdflow.targets import TARGETS
 
@@ -69,7 +73,7 @@ class Pieces:
             if number not in self.device.maps:
                 assert self.device.free() >= self.piece, "more than the device has"
                 self.device.maps[number] = mmap.mmap(-1, self.piece)
-                self.device.maps[number][:1] = bytes([number])
+                self.device.maps[number][:1] = bytes([number % 256])
                 self.brought += 1
 
     def remove(self, wanted: int) -> None:
@@ -161,6 +165,38 @@ def test_weights_leave_only_as_far_as_their_room_is_needed() -> None:
     with places.using(large):
         assert large.brought == 9
     device.maps.clear()
+
+
+def test_a_decoder_evicts_what_it_needs_and_works_in_tiles_only_if_all_would_not_suffice(
+    tiny_pipeline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = submodel_config(tiny_pipeline, "vae_decoder")
+    part = folder_family(tiny_pipeline).part("vae_decoder").of(config)
+    monkeypatch.setattr(vae, "ALWAYS_THERE", 0)
+
+    def side(room: int) -> tuple[int | None, int]:
+        """The side of the tiles for a large image, and how much then leaves; of `room` bytes, all but 5 MB are in use."""
+        device = Device(HEADROOM + 5 * MB)
+        places, weights = Residency(device.free, lambda: None), Pieces(device, (room - 5 * MB) // MB, MB)
+        device.size += weights.size
+        with places.using(weights):
+            assert device.free() == HEADROOM + 5 * MB
+        half: Any = SimpleNamespace(
+            part=part, config=config, place=SimpleNamespace(device="cuda"), residency=places, reached=0,
+            static_shapes=False, profiles=False,
+        )  # fmt: skip
+        found = vae.tile_side(half, 128, 128, 8, None), weights.missing
+        device.maps.clear()
+        return found
+
+    half: Any = SimpleNamespace(part=part, config=config, place=SimpleNamespace(device="cuda"))
+    whole = int(vae._wanted(half, 128, 128) / vae.SHARE)
+    found, left = side(whole + 40 * MB)
+    assert found is None and whole - 5 * MB <= left <= whole - 3 * MB
+    found, left = side(whole - HEADROOM - 20 * MB)
+    assert found == vae.tile_pixels(config)
+    tile = int(vae._wanted(half, found // 8, found // 8) / vae.SHARE)
+    assert max(0, tile - 5 * MB) <= left <= max(0, tile - 3 * MB)
 
 
 def test_room_is_made_for_what_work_allocates_even_if_its_weights_are_there() -> None:
