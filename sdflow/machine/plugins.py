@@ -118,10 +118,10 @@ def accelerator(ort: Any, target: Target, provider: str | None) -> str | None:
         return None
     if provider == WEBGPU_PROVIDER and _kind(found[0]) == "CPU":
         return f"GPU emulated by {processor()}"
-    return _device_name(found[0])
+    return device_title(found[0])
 
 
-def _device_name(device: Any) -> str:
+def device_title(device: Any) -> str:
     """Return Windows' description of a device, CUDA's name of an NVIDIA GPU, or else the PCI vendor and device."""
     told = {**device.device.metadata, **device.ep_metadata}
     number = device.device.vendor_id
