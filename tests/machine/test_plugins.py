@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from sdflow.errors import TargetUnavailableError
-from sdflow.machine.device import has_cuda
+from sdflow.machine.device import nvidia_gpu
 from sdflow.machine.plugins import CATALOGUE, device_title, display_drivers
 from sdflow.machine.providers import choose_provider, require_package
 from sdflow.targets import TARGETS, Target
@@ -137,7 +137,7 @@ def test_a_target_of_plugins_says_what_to_install_and_why_each_provider_is_missi
         ("Intel", 0x8086, {"Description": "Intel(R) Arc(TM) A770", "LUID": "7"}, "Intel(R) Arc(TM) A770"),
     ],
 )
-@pytest.mark.skipif(has_cuda(), reason="CUDA names NVIDIA's GPU there")
+@pytest.mark.skipif(nvidia_gpu() is not None, reason="NVIDIA's driver names it there")
 def test_a_device_has_a_title(vendor: str, number: int, metadata: dict[str, str], title: str) -> None:
     """By what ONNX Runtime says of a device, on Linux and on Windows."""
     kind = "OrtHardwareDeviceType.GPU"
