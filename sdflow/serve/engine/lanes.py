@@ -32,6 +32,9 @@ REST_SECONDS = 10.0
 IDLE_SECONDS = 5.0
 """Delay after the last image before the lane does what would hold images up."""
 
+BUSY_SECONDS = 600.0
+"""How long a lane that is never idle postpones it. A measurement takes seconds, a wrong one costs throughput."""
+
 Tell = Callable[[Message], None]
 
 
@@ -115,6 +118,7 @@ class Lanes:
     def _run(self, lane: _Lane) -> None:
         changed, engine, stuck, idle = self.waiting.changed, lane.engine, False, False
         large: float | None = None
+        rested = time.monotonic()
         while True:
             with changed:
                 if stuck:
@@ -125,7 +129,10 @@ class Lanes:
                     return
                 chores, lane.chores = lane.chores, []
             if not wanted and not self._busy():
-                idle = lane.idle(self._busy)
+                idle, rested = lane.idle(self._busy), time.monotonic()
+            elif time.monotonic() > rested + BUSY_SECONDS:
+                lane.idle(lambda: self._ended)
+                rested = time.monotonic()
             for chore in chores:
                 chore()
             idle = idle and not engine.busy
