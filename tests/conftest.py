@@ -50,6 +50,10 @@ LONGEST_FILES = (
 """Begun first: who has one of them left at the end works alone."""
 
 
+OBJECTS_TO_A_COLLECTION = 10_000
+"""Not Python's 700: a tenth of the processor time of much that is tested."""
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     for mark in item.iter_markers("once"):
         name, *index = mark.args
@@ -77,6 +81,7 @@ def pytest_collection_finish() -> None:
     tests fork, whose memory stays shared."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(OBJECTS_TO_A_COLLECTION)
 
 
 @pytest.fixture(scope="session", autouse=True)

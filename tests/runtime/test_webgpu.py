@@ -51,8 +51,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "z_image_tiny": {"guidance_scale": 0.0},
 }
 """Shipped workflow -> what drawing with it is told besides. `test_webgpu_commands.py` draws with guidance too."""
-OF_A_KIND = ("sdxl_tiny", "flux2_tiny", "z_image_tiny")
-"""Those whose operators the others have too: SwiftShader is slow."""
+OF_A_KIND = ("sdxl_tiny", "flux1_schnell_tiny", "flux2_tiny", "z_image_tiny")
+"""SwiftShader is slow. The others have every operator of XL and FLUX.1, and all but a few of FLUX.2 and Z-Image."""
 FUSED = {
     "tiny": {
         "Attention": 16,

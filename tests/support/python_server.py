@@ -163,6 +163,7 @@ def serve(requests: socket.socket, line: Line) -> Callable[[], object]:
     tempfile.tempdir = None  # each process has its own
     gc.collect()
     gc.enable()
+    gc.set_threshold(10_000)  # as in tests/conftest.py
     gc.freeze()  # a collection in a forked process leaves the packages' pages shared
     poller = select.poll()
     poller.register(0)
