@@ -138,7 +138,7 @@ def test_a_kernel_that_never_ends_is_noticed(
 ) -> None:
     """By the worker itself, which answers all the while. The next worker draws."""
     folder = never_ending(tiny_pipeline, tmp_path / "tiny", "zebra")
-    options = ("--batch-sizes", "1", "--lanes", "1", "--stall", str(STALL / 2))
+    options = ("--batch-sizes", "1", "--lanes", "1", "--stall", str(STALL / 2), "--no-check")
     with running_server(str(folder), *options, started=started_python) as server:
         begun, before = len(server.lines), server.worker()
         hangs = post(server, prompt="a zebra")
