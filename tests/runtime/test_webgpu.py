@@ -50,7 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "flux2_tiny": {"max_sequence_length": 64},
     "z_image_tiny": {"guidance_scale": 0.0},
 }
-"""Shipped workflow -> what drawing with it is told besides. `test_webgpu_commands.py` draws with guidance too."""
+"""Shipped workflow -> what drawing with it is told besides. `tests/bench/test_bench_on_webgpu.py` draws with guidance."""
 OF_A_KIND = ("sdxl_tiny", "flux1_schnell_tiny", "flux2_tiny", "z_image_tiny")
 """SwiftShader is slow. The others have every operator of XL and FLUX.1, and all but a few of FLUX.2 and Z-Image."""
 FUSED = {
