@@ -110,7 +110,7 @@ def test_its_graphs_are_fused_and_fit_the_table_of_kernels(built: Built) -> None
 def test_the_vaes_encoder_gives_what_diffusers_gives(built: Built) -> None:
     if built.workflow != "tiny":
         pytest.skip("one family is enough: the class is the same")
-    pixels = np.asarray(pattern(1), np.float32)[None].transpose(0, 3, 1, 2) / 127.5 - 1
+    pixels = np.asarray(pattern(1, 32, 32), np.float32)[None].transpose(0, 3, 1, 2) / 127.5 - 1
     encoder = load_submodel(built.folder, "vae_encoder", WEBGPU, lazy=True)
     (found,) = encoder(sample=pixels).values()
     with torch.no_grad():
