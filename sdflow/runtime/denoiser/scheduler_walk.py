@@ -102,7 +102,8 @@ class Walk:
         if self._begins_with_image:
             latents = image
         # The mode makes each of a step's operations several times slower. Schedulers that draw noise take a generator.
-        known, draw = latents, self._drawing() if "generator" in accepted else nullcontext()
+        draw: Any = self._drawing() if "generator" in accepted else nullcontext()
+        known = latents
         for index, timestep in enumerate(timesteps):
             given = noising.scaled(scheduler, latents, timestep)
             scale = given.norm() / latents.norm()
