@@ -94,12 +94,12 @@ def test_a_bench_finds_its_image_right(smallest: Path) -> None:
 
 
 def test_a_unet_is_verified_by_running_it(smallest: Path, tmp_path: Path) -> None:
-    """At the sizes of the bench, whose programs the adapter has by now."""
+    """Of latents of one size one image alone, as each size and number has programs of its own, which SwiftShader compiles."""
     checkpoint = open_checkpoint(str(smallest.parent / "checkpoint"), digests=PlainDigests(), download=False)
-    found = verified(smallest, checkpoint, Cache(tmp_path / "cache"), ["unet"])
+    found = verified(smallest, checkpoint, Cache(tmp_path / "cache"), ["unet"], guidance_scale=1.0)
     assert found.passed, found.failure()
     device = found.submodels["unet"].device
     assert device is not None and device.target == "webgpu"
-    assert device.left_out == 1, "of three timesteps, 999 and 0.5 are run"
+    assert device.left_out >= 2, "of the trajectory and of three timesteps, the first and the last are run"
     assert all(each.passed and each.distance > 0 for each in device.outputs)
-    assert "emulated GPU: 1 further cases" in device_rows(found)[0]
+    assert f"emulated GPU: {device.left_out} further cases" in device_rows(found)[0]
