@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import psutil
 import pytest
@@ -27,6 +27,7 @@ import hypothesis
 from converted import converted  # noqa: F401
 from forked_workers import forked_workers  # noqa: F401
 from kept_builds import cache_of  # noqa: F401
+from one_thread import one_thread_by_default
 from small_workflows import bench, chain  # noqa: F401
 from started_python import sdflow, started_python  # noqa: F401
 from tiny_pipeline import tiny_artifacts, tiny_checkpoint, tiny_pipeline, tiny_torch  # noqa: F401
@@ -38,15 +39,19 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("tests")
 
 LONGEST_FILES = (
-    "test_terminal", "test_walk", "test_main_job", "test_flux2_job", "test_stable_diffusion_3_job", "test_z_image_job",
-    "test_one_file", "test_bench", "test_other_family_job", "test_flux_job", "test_verify", "test_signals", "test_streamed",
-    "test_equality", "test_folder", "test_onnx_pipeline", "test_components", "test_klein_sample", "test_watchdog", "test_exact",
-    "test_docs", "test_stable_diffusion_3_targets", "test_flux_targets", "test_evaluate", "test_loras", "test_init",
-    "test_structure_and_weights", "test_inputs_that_change", "test_control", "test_few_steps",
-    "test_ort_transformers_optimization", "test_memory_limit", "test_lanes", "test_families", "test_generate", "test_tune",
-    "test_faults", "test_openai_client", "test_fuzz", "test_kills", "test_pins", "test_deploy",
+    "test_terminal", "test_walk", "test_webgpu", "test_main_job", "test_flux2_job", "test_stable_diffusion_3_job",
+    "test_z_image_job", "test_one_file", "test_bench", "test_other_family_job", "test_flux_job", "test_verify",
+    "test_signals", "test_streamed", "test_equality", "test_folder", "test_onnx_pipeline", "test_components",
+    "test_klein_sample", "test_watchdog", "test_exact", "test_docs", "test_stable_diffusion_3_targets", "test_flux_targets",
+    "test_evaluate", "test_loras", "test_init", "test_structure_and_weights", "test_inputs_that_change", "test_control",
+    "test_few_steps", "test_ort_transformers_optimization", "test_memory_limit", "test_lanes", "test_families",
+    "test_generate", "test_tune", "test_faults", "test_openai_client", "test_fuzz", "test_kills", "test_pins", "test_deploy",
 )  # fmt: skip
 """Begun first: who has one of them left at the end works alone."""
+
+
+OBJECTS_TO_A_COLLECTION = 10_000
+"""Python's default of 700 costs a tenth of the processor time of tests that mostly run Python."""
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -61,11 +66,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Nothing that is imported and collected is garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """What was imported and collected stays to the end: no collection of garbage looks at it again, also not in processes that
     tests fork, whose memory stays shared."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(OBJECTS_TO_A_COLLECTION)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    one_thread_by_default()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""`sdflow bench`, and the evaluation that `sdflow selftest` measures with, run to their ends on WebGPU, on SwiftShader."""
+"""`sdflow bench`, `sdflow verify --run-on`, and what `sdflow selftest` measures with, run to the end on SwiftShader."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from converted import Converted
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from fused import Fused
+from on_webgpu import verified
 
 from sdflow.bench.evaluate import evaluate
 from sdflow.bench.run import BenchRequest, bench
@@ -20,6 +21,8 @@ from sdflow.build.assemble import assemble
 from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec
 from sdflow.manifest import Origin
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
+from sdflow.store import Cache
+from sdflow.verify.report.rows import device_rows
 
 MISSING = swiftshader.missing()
 pytestmark = [
@@ -88,3 +91,15 @@ def test_a_bench_finds_its_image_right(smallest: Path) -> None:
     (engine,) = bench(request, lambda text: None).engines
     assert (engine.status, engine.provider, engine.dtype) == ("measured", "WebGpuExecutionProvider", "float32")
     assert engine.cases[0] is not None and engine.cases[0].verdict == "right"
+
+
+def test_a_unet_is_verified_by_running_it(smallest: Path, tmp_path: Path) -> None:
+    """Of latents of one size one image alone, as each size and number has programs of its own, which SwiftShader compiles."""
+    checkpoint = open_checkpoint(str(smallest.parent / "checkpoint"), digests=PlainDigests(), download=False)
+    found = verified(smallest, checkpoint, Cache(tmp_path / "cache"), ["unet"], guidance_scale=1.0)
+    assert found.passed, found.failure()
+    device = found.submodels["unet"].device
+    assert device is not None and device.target == "webgpu"
+    assert device.left_out >= 2, "of the trajectory and of three timesteps, the first and the last are run"
+    assert all(each.passed and each.distance > 0 for each in device.outputs)
+    assert f"emulated GPU: {device.left_out} further cases" in device_rows(found)[0]

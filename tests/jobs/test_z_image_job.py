@@ -251,6 +251,7 @@ def _factors(module: Any, names: tuple[str, ...], *, kohya: bool) -> Any:
             yield f"{stem}.alpha", torch.tensor(1.0)
 
 
+@pytest.mark.slow  # its images are held to diffusers above; a bench of transformers is in test_flux2_job
 def test_bench_compares_it_with_diffusers(shell: Shell, built: str) -> None:
     settings = ("--size", "64", "--steps", "2", "--rounds", "1", "--threads", "1")
     measured = shell.json("bench", built, *settings, "-e", "ort-cpu", "-e", "torch-sdpa")

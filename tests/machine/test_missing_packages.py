@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -71,10 +70,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> LightInstall:
 
 @pytest.fixture(scope="module")
 def said_with_base(base: LightInstall) -> dict[str, subprocess.CompletedProcess[str]]:
-    """What each command says there. Two at a time; each looks at one environment that none of them changes."""
-    with ThreadPoolExecutor(2) as threads:
-        done = threads.map(lambda name: base.run(*name.split(), *WITH_BASE[name][0]), WITH_BASE)
-        return dict(zip(WITH_BASE, done, strict=True))
+    """What each command says there."""
+    done = base.run_all([(*name.split(), *arguments) for name, (arguments, *_) in WITH_BASE.items()])
+    return dict(zip(WITH_BASE, done, strict=True))
 
 
 def test_every_command_is_tried_without_any_extra() -> None:

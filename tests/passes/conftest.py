@@ -173,7 +173,7 @@ def run_onnx() -> Callable[..., Any]:
     def run(model: Path, feeds: dict[str, Any]) -> Any:
         options = ort.SessionOptions()
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.intra_op_num_threads = 2
+        options.intra_op_num_threads = 1
         session = ort.InferenceSession(str(model / "model.onnx"), options, providers=["CPUExecutionProvider"])
         return session.run(None, feeds)[0]
 

@@ -27,7 +27,7 @@ def session(model: Path) -> Any:
     import onnxruntime as ort
 
     options = ort.SessionOptions()
-    options.intra_op_num_threads = 2
+    options.intra_op_num_threads = 1
     return ort.InferenceSession(str(model / "model.onnx"), options, providers=["CPUExecutionProvider"])
 
 

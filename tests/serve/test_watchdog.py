@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -24,8 +22,7 @@ from sdflow.serve.engine.engine import Engine
 from sdflow.serve.engine.lanes import Lanes
 from sdflow.serve.engine.pulse import LEAST_SECONDS, Patience, Pulse, Pulses
 from sdflow.serve.engine.served_pipeline import ServedPipeline
-from sdflow.serve.jobs import Begun, Drawn, Job, Lost, Message, Ready, WorkerOptions
-from sdflow.serve.worker.worker import WorkerLine
+from sdflow.serve.jobs import Job, Message
 
 STALL = 10.0
 LONG = {"prompt": "a", "steps": 150, "n": 4, "stream": True, "progress": True, "size": "256x256"}
@@ -35,8 +32,8 @@ def ask(server: RunningServer, path: str) -> httpx.Response:
     return httpx.get(f"{server.url}{path}", timeout=PATIENCE)
 
 
-def post(server: RunningServer, size: object = SIZE) -> httpx.Response:
-    body = {"prompt": "a", "size": size, "steps": 1}
+def post(server: RunningServer, size: object = SIZE, prompt: str = "a") -> httpx.Response:
+    body = {"prompt": prompt, "size": size, "steps": 1}
     return httpx.post(f"{server.url}/v1/images/generations", json=body, timeout=PATIENCE)
 
 
@@ -136,42 +133,21 @@ def never_ending(pipeline: Path, folder: Path, word: str) -> Path:
     return made
 
 
-def test_a_kernel_that_never_ends_is_noticed(tiny_pipeline: Path, tmp_path: Path) -> None:
+def test_a_kernel_that_never_ends_is_noticed(
+    tiny_pipeline: Path, tmp_path: Path, started_python: StartedPython | None
+) -> None:
     """By the worker itself, which answers all the while. The next worker draws."""
     folder = never_ending(tiny_pipeline, tmp_path / "tiny", "zebra")
-    heard: list[Message] = []
-    changed = threading.Condition()
-
-    def hear(message: Message) -> None:
-        with changed:
-            heard.append(message)
-            changed.notify_all()
-
-    def wait_for(true: Callable[[Message], bool]) -> Any:
-        """The first such message; what came before it is forgotten."""
-        with changed:
-            assert changed.wait_for(lambda: any(map(true, heard)), PATIENCE), heard
-            place = next(place for place, each in enumerate(heard) if true(each))
-            found = heard[place]
-            del heard[: place + 1]
-            return found
-
-    arguments = {"height": 64, "width": 64, "num_inference_steps": 1}
-    line = WorkerLine(WorkerOptions({"tiny": folder}, (1,), threads=1, lanes=1, stall=STALL / 2), hear)
-    line.start()
-    try:
-        wait_for(lambda each: isinstance(each, Ready))
-        before = line.pid
-        line.send(Job("hangs", 0, "tiny", "a zebra", 1, arguments=arguments))
-        wait_for(lambda each: isinstance(each, Begun))
-        lost = wait_for(lambda each: isinstance(each, Lost))
-        assert lost.kind == "WorkerHung" and "no progress" in lost.what
-        wait_for(lambda each: isinstance(each, Ready))
-        assert line.pid != before
-        line.send(Job("draws", 0, "tiny", "a horse", 1, arguments=arguments))
-        assert wait_for(lambda each: isinstance(each, Drawn)).request == "draws"
-    finally:
-        line.end()
+    options = ("--batch-sizes", "1", "--lanes", "1", "--stall", str(STALL / 2), "--no-check")
+    with running_server(str(folder), *options, started=started_python) as server:
+        begun, before = len(server.lines), server.worker()
+        hangs = post(server, prompt="a zebra")
+        assert hangs.json()["error"]["code"] == "worker_lost"
+        lost = server.wait_for(lambda line: line["event"] == "worker_lost", begun)
+        assert lost["kind"] == "WorkerHung" and "no progress" in lost["what"]
+        server.wait_until_ready(begun)
+        assert server.worker() != before
+        assert post(server, prompt="a horse").status_code == 200
 
 
 @pytest.mark.parametrize(("sizes", "seconds"), [((), 60), ((64,), 60), ((64, 128), 960), ((1024,), 6000)], ids=str)

@@ -42,8 +42,8 @@ def assert_nothing_broken(root: Path, actions: Sequence[Action] = ACTIONS) -> No
     assert {entry.action for entry in cache.entries()} >= {action.digest for action in actions}
 
 
-MOST = [6, pytest.param(1, marks=pytest.mark.slow)]
-"""Operations from one kill to the next: up to six, other ones in each run. With 1, every operation is tried."""
+MOST = [12, pytest.param(1, marks=pytest.mark.slow)]
+"""Operations from one kill to the next: up to twelve, other ones in each run. With 1, every operation is tried."""
 
 
 @pytest.mark.parametrize("most", MOST)
@@ -127,7 +127,7 @@ def test_a_clean_killed_at_any_step_leaves_a_cache_that_works(cache: Cache, fill
     assert_nothing_broken(cache.root)
 
 
-@pytest.mark.parametrize("most", [25, pytest.param(110, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [15, pytest.param(110, marks=pytest.mark.slow)])
 def test_many_kills_over_many_workers_leave_no_bad_entry(cache: Cache, most: int) -> None:
     """Workers build, read, forget and collect at once, on few actions; one after another dies at a random moment.
 

@@ -76,7 +76,7 @@ def assert_whole(folder: Path, names: Iterable[str]) -> None:
     assert (folder / "scheduler/scheduler_config.json").is_file()
 
 
-@pytest.mark.parametrize("further", [8, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "every one"])
+@pytest.mark.parametrize("further", [16, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "every one"])
 @pytest.mark.parametrize(("before", "copy"), sampled([("old", False), (None, True), (None, False), ("old", True)]))
 def test_killed_before_any_operation_gc_breaks_no_pipeline_and_leaves_nothing(
     project: Path, before: str | None, copy: bool, further: int

@@ -7,12 +7,13 @@ and the extras name, and what these need in turn. So it also holds the list in p
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tomllib
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
+FORKED = Path(__file__).with_name("forked_commands.py")
 HEAVY = ("torch", "diffusers", "transformers", "olive", "peft", "accelerate", "onnxscript", "huggingface_hub", "PIL")
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "TMPDIR")
 
@@ -36,13 +38,26 @@ class LightInstall:
         """`sdflow` with these arguments."""
         return self.start("-P", "-m", "sdflow", *arguments)
 
-    def start(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Python with these arguments."""
+    def run_all(self, commands: Sequence[Sequence[str]]) -> list[subprocess.CompletedProcess[str]]:
+        """`sdflow` with each of these arguments, one after another, forked from one process that has imported it."""
+        done = self.start("-P", str(FORKED), said=json.dumps(commands))
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        return [subprocess.CompletedProcess(command, *each) for command, each in zip(commands, found, strict=True)]
+
+    def start(self, *arguments: str, said: str | None = None) -> subprocess.CompletedProcess[str]:
+        """Python with these arguments. said: to its standard input."""
         kept = {name: value for name, value in os.environ.items() if name in _KEPT}
         environment = {**kept, "HOME": str(self.folder), "PYTHONPATH": str(ROOT), "ORT_DISABLE_TELEMETRY": "1"}
         environment["SDFLOW_CACHE"] = "cache"
         return subprocess.run(
-            [self.python, *arguments], cwd=self.folder, env=environment, capture_output=True, text=True, check=False
+            [self.python, *arguments],
+            cwd=self.folder,
+            env=environment,
+            input=said,
+            capture_output=True,
+            text=True,
+            check=False,
         )
 
 

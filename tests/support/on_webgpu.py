@@ -49,9 +49,11 @@ class Here(WorkerGroup):
         return WorkerResult(work(request, how["on_phase"]), 0.0, 0)
 
 
-def verified(folder: Path, checkpoint: Checkpoint, cache: Cache, submodels: Sequence[str]) -> Verification:
+def verified(
+    folder: Path, checkpoint: Checkpoint, cache: Cache, submodels: Sequence[str], guidance_scale: float = 5.0
+) -> Verification:
     """On WebGPU and, before, on the processor."""
-    subject = Subject("small", "webgpu", folder, checkpoint, image=ImageSpec(guidance_scale=5.0))
+    subject = Subject("small", "webgpu", folder, checkpoint, image=ImageSpec(guidance_scale=guidance_scale))
     return verify(subject, VerifySpec(steps=1), cache, submodels=submodels, run_on="webgpu", group=Here()).result
 
 

@@ -154,12 +154,16 @@ class _Child:
 
 def serve(requests: socket.socket, line: Line) -> Callable[[], object]:
     """Fork a process for each request until standard input closes. Returns what to run, in such a process."""
+    gc.disable()  # what is imported is no garbage
     for name in PACKAGES:
         importlib.import_module(name)
     _import_sdflow()
     _import_schedulers()
+    _compute_on_one_thread()
     tempfile.tempdir = None  # each process has its own
     gc.collect()
+    gc.enable()
+    gc.set_threshold(10_000)  # as in tests/conftest.py
     gc.freeze()  # a collection in a forked process leaves the packages' pages shared
     poller = select.poll()
     poller.register(0)
@@ -215,6 +219,14 @@ def _import_schedulers() -> None:
 
     for each in SAMPLERS.values():
         getattr(diffusers, each.scheduler)
+
+
+def _compute_on_one_thread() -> None:
+    sys.path.insert(0, str(Path(__file__).parent))
+    from one_thread import one_thread_by_default
+
+    one_thread_by_default()
+    del sys.path[0]
 
 
 def _note(children: dict[int, _Child], poller: Any, found: int) -> None:

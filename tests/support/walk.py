@@ -360,7 +360,7 @@ def build(row: Row, written: Written, place: Path, store: Cache) -> Path:
 
 def draw(row: Row, folder: Path) -> Any:
     """One image of the built pipeline."""
-    drawer: Any = Ensemble.of_folder(folder, "cpu", threads=2)
+    drawer: Any = Ensemble.of_folder(folder, "cpu", threads=1)
     given: dict[str, Any] = {**DRAW, "generator": generator()}
     if FAMILIES[row.family].lacks:
         return drawer(PROMPT, _latents(), strength=0.6, **given).images

@@ -238,7 +238,7 @@ def test_the_provider_runs_with_what_was_tuned_as_a_pipeline_does(
     submodels = {"text_encoder": dataclasses.replace(result, device=tuned)}
     told = page(dataclasses.replace(first.result, submodels=submodels), first.images)
     assert "own kernels, tuned: threads=1, optimization=ORT_ENABLE_BASIC" in told
-    wrong = Tuning(session={"session.intra_op_thread_affinities": "nonsense"})
+    wrong = Tuning(threads=2, session={"session.intra_op_thread_affinities": "nonsense"})
     assert "on cpu it fails at its loading" in device(wrong).problems[0][0], "what was chosen reaches the session"
     record_tuning(subject.folder, TARGETS["cpu"], chosen, {})
     found = verify(subject, SPEC, cache, submodels=["text_encoder"], threads=1, run_on="cpu").result

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdflow.errors import UsageError
@@ -100,7 +101,9 @@ class Walk:
             latents = noising.first(scheduler, noise)
         if self._begins_with_image:
             latents = image
-        known, draw = latents, self._drawing()
+        # The mode makes each of a step's operations several times slower. Schedulers that draw noise take a generator.
+        draw: Any = self._drawing() if "generator" in accepted else nullcontext()
+        known = latents
         for index, timestep in enumerate(timesteps):
             given = noising.scaled(scheduler, latents, timestep)
             scale = given.norm() / latents.norm()

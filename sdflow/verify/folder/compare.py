@@ -95,14 +95,15 @@ def _foreign(folder: Path, expected: Expected, inside: set[str]) -> Iterator[Fin
 def _companion_file(folder: Path, file: str, theirs: Path, expected: Expected) -> Iterator[Finding]:
     with os_errors_as("cannot be read", theirs, kind=CheckpointError):
         wanted = read_input(theirs)
+    found = _content(folder, file)
     if theirs.suffix == ".json":
         try:
             content = parse_json(wanted, finite=False)
         except ValueError as error:
             raise CheckpointError(f"not valid JSON: {error}", where=str(theirs), remedy="Download it again.") from error
-        yield from _json_file(folder, file, content, expected)
+        if found != wanted or _has_keys(file, expected):  # a vocabulary has 50,000 entries
+            yield from _json_file(folder, file, content, expected)
         return
-    found = _content(folder, file)
     if isinstance(found, Finding):
         yield found
     elif found != wanted:
@@ -119,15 +120,16 @@ def _json_file(folder: Path, file: str, wanted: Any, expected: Expected, submode
     except ValueError as error:
         yield _error(file.removeprefix(f"{submodel}/"), f"is not JSON: {error}", submodel)
         return
-    if (
-        not isinstance(content, dict)
-        or not isinstance(wanted, Mapping)
-        or not any(row.key for row in expected.rows(file))
-    ):
+    if not isinstance(content, dict) or not isinstance(wanted, Mapping) or not _has_keys(file, expected):
         apart: Iterator[Difference] = values_apart("", content, wanted)
     else:
         apart = _keys_apart(file, content, wanted, expected)
     yield from _findings(file, submodel, apart)
+
+
+def _has_keys(file: str, expected: Expected) -> bool:
+    """Whether the table has rows for entries of this file."""
+    return any(row.key for row in expected.rows(file))
 
 
 def _content(folder: Path, file: str, submodel: str = "") -> bytes | Finding:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +133,8 @@ def _by_diffusers(
     accepted = inspect.signature(scheduler.step).parameters
     options = {name: value for name, value in known.items() if name in accepted}
     inputs, latents = [], noising.first(scheduler, noise)
-    with Recorded():
+    recorded: Any = Recorded() if "generator" in accepted else nullcontext()  # no other scheduler draws noise
+    with recorded:
         for timestep, output in zip(scheduler.timesteps, outputs, strict=True):
             inputs.append(noising.scaled(scheduler, latents, timestep))
             latents = scheduler.step(output, timestep, latents, **options).prev_sample
