@@ -28,8 +28,9 @@ from onnx import TensorProto, helper
 
 from benchmarks.gpu.captured import TYPES, Captured, microseconds
 from sdflow.onnx_model.float8 import DOMAIN
-from sdflow.runtime.kernels import library as library_module
-from sdflow.runtime.kernels.library import DEFINES, build
+from sdflow.runtime.kernels import compilation
+from sdflow.runtime.kernels.compilation import DEFINES
+from sdflow.runtime.kernels.library import build
 from sdflow.runtime.kernels.parts import FLOAT8
 
 COUNT, TURNS, RUNS, REST = 6, 5, 3, 0.02
@@ -136,7 +137,7 @@ def main() -> None:
     libraries, found = {}, {}
     for name, given in LIBRARIES.items():
         begun = time.perf_counter()
-        library_module.DEFINES = DEFINES | given
+        compilation.DEFINES = DEFINES | given
         try:
             libraries[name] = build([FLOAT8])
         except Exception as error:  # noqa: BLE001

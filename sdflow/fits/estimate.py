@@ -70,7 +70,7 @@ class MemoryNeed:
     whole_decoder: int = 0
 
     @property
-    def beside(self) -> int:
+    def outside(self) -> int:
         """Bytes outside the pipeline: of libraries and the context, or of the process."""
         return HOST_PROCESS if self.target == HOST else CONTEXT + LIBRARIES
 
@@ -83,12 +83,12 @@ class MemoryNeed:
         """Peak in bytes; of "streamed", the smallest possible."""
         found = self.submodels
         if way == "resident":
-            return self.beside + self.weights + sum(each.working for each in found.values())
+            return self.outside + self.weights + sum(each.working for each in found.values())
         if way == "streamed":
             most = max(each.weights - each.streamable for each in found.values())
             return CONTEXT + self._planned_to_stream + most
         kept = 0 if self.low_memory else found[self.denoiser].working
-        return self.beside + max(
+        return self.outside + max(
             each.weights + each.working + (0 if name == self.denoiser else kept)
             for name, each in found.items()
             if self.low_memory or name != self.decoder  # the decoder works in tiles if necessary
@@ -151,7 +151,7 @@ class MemoryNeed:
         if self.low_memory:
             return False
         others = self.weights if way == "resident" else self.submodels[self.decoder].weights
-        free = available - self.beside - others - self.submodels[self.denoiser].working
+        free = available - self.outside - others - self.submodels[self.denoiser].working
         return self.whole_decoder > VAE_SHARE * free
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sdflow.models.base import Config, Port, divided
+from sdflow.models.base import Config
+from sdflow.models.ports import Port, divided
 
 if TYPE_CHECKING:
     import torch

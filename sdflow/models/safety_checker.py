@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sdflow.models.base import Config, Model, Port, Ports, Role, Shapes, Sizes
+from sdflow.models.base import Config, Model, Shapes
 from sdflow.models.clip_text import UNUSED
 from sdflow.models.more_parameters import clip_vision_parameters
+from sdflow.models.ports import Port, Ports, Role, Sizes
 
 if TYPE_CHECKING:
     import numpy as np

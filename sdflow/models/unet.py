@@ -16,19 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.errors import PassError
-from sdflow.models.base import (
-    GUIDANCE,
-    Config,
-    Model,
-    Original,
-    Port,
-    Ports,
-    Role,
-    Shapes,
-    Sizes,
-    halved,
-    timestep_port,
-)
+from sdflow.models.base import Config, Model, Original, Shapes, halved
 from sdflow.models.image_prompts import (
     ADAPTED,
     ScaleInput,
@@ -44,6 +32,7 @@ from sdflow.models.image_prompts import (
 )
 from sdflow.models.ldm_names import ldm_unet_names
 from sdflow.models.parameters import unet_parameters
+from sdflow.models.ports import GUIDANCE, Port, Ports, Role, Sizes, timestep_port
 from sdflow.models.residuals import CONTROLLED, as_arguments, by_name, is_residual, residual_ports
 from sdflow.models.working_memory import unet_values
 

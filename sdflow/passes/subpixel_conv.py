@@ -148,7 +148,8 @@ def _fits(edit: GraphEdit, conv: Any | None, op_type: str) -> bool:
 
 def _kernel(edit: GraphEdit, weight: str, row: int, column: int) -> str:
     """Return one of the four kernels: (out, in, 3, 3) -> (out, in, 2, 2)."""
-    from sdflow.weights.recipe import SumAlong, add_along
+    from sdflow.weights.evaluate import add_along
+    from sdflow.weights.recipe import SumAlong
 
     of_rows, of_columns = MEETING[row], MEETING[column]
     return edit.moved(
@@ -161,7 +162,8 @@ def _kernel(edit: GraphEdit, weight: str, row: int, column: int) -> str:
 
 def _kernels(edit: GraphEdit, weight: str) -> str:
     """Return all four kernels, concatenated for one NhwcConv: (out, 3, 3, in) -> (4 out, 2, 2, in)."""
-    from sdflow.weights.recipe import Reshape, SumAlong, Transpose, add_along
+    from sdflow.weights.evaluate import add_along
+    from sdflow.weights.recipe import Reshape, SumAlong, Transpose
 
     groups = (*MEETING[0], *MEETING[1])
     out, _, _, channels = edit.weights[weight].dims

@@ -23,7 +23,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from sdflow.runtime.kernels import library
+from sdflow.runtime.kernels import compilation
 from sdflow.runtime.kernels.parts import FOLDER, SOURCES
 
 CPU = Path(__file__).parent
@@ -41,7 +41,7 @@ SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 PATTERN = "-ftrivial-auto-var-init=pattern"
 """Variables begin as NaN in float16 and 1e38 in float32, so that what is not assigned shows."""
 
-DEFINES = [f"-D{name}={value}" for name, value in library.DEFINES.items()]
+DEFINES = [f"-D{name}={value}" for name, value in compilation.DEFINES.items()]
 CPP = ["g++", "-std=c++20", "-mf16c", "-Wno-psabi"]
 C = ["gcc", "-Ddlopen=emulated_dlopen", "-Ddlsym=emulated_dlsym"]
 
@@ -86,7 +86,7 @@ def compile_kernels(folder: Path, made: str, texts: dict[str, str], optimization
 
 
 def compile_operator(source: Path, folder: Path) -> Path:
-    """The object, of one of library.OPERATORS or a changed one."""
+    """The object, of one of compilation.OPERATORS or a changed one."""
     return _compile([*C, "-O1", str(source)], folder / f"{source.name}.o")
 
 
@@ -104,7 +104,7 @@ def compile_objects(folder: Path) -> None:
             )
         ]
         made += [pool.submit(_compile, [*CPP, "-O1", str(CPU / name)], folder / f"{name}.o") for name in EMULATION]
-        made += [pool.submit(compile_operator, path, folder) for path in library.OPERATORS]
+        made += [pool.submit(compile_operator, path, folder) for path in compilation.OPERATORS]
         for each in made:
             each.result()
 

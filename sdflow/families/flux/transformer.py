@@ -15,8 +15,9 @@ from sdflow.families.flux.original_names import flux_names
 from sdflow.families.flux.packing import PATCH, packed, positions, size_of, unpacked
 from sdflow.families.flux.traced import prepare
 from sdflow.families.shared.transformer import Transformer
-from sdflow.models.base import Config, Original, Port, Ports, Role, Shapes, Sizes, timestep_port
+from sdflow.models.base import Config, Original, Shapes
 from sdflow.models.parameters import MOST_BLOCKS, Found, linear_layer
+from sdflow.models.ports import Port, Ports, Role, Sizes, timestep_port
 from sdflow.models.t5_text import TOKENS
 
 if TYPE_CHECKING:

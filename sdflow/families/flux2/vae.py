@@ -11,7 +11,8 @@ from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sdflow.models.base import Config, Original, Port, Ports, Role, Shapes, Sizes, halved
+from sdflow.models.base import Config, Original, Shapes, halved
+from sdflow.models.ports import Port, Ports, Role, Sizes
 from sdflow.models.vae import VaeDecoder, VaeEncoder
 
 if TYPE_CHECKING:

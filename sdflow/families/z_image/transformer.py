@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sdflow.families.shared.transformer import Transformer
 from sdflow.families.z_image.original_names import z_image_names
 from sdflow.families.z_image.traced import MULTIPLE, PATCH, rewrite
-from sdflow.models.base import Config, Original, Port, Ports, Role, Shapes, Sizes, timestep_port
+from sdflow.models.base import Config, Original, Shapes
 from sdflow.models.parameters import MOST_BLOCKS, Found, linear_layer
+from sdflow.models.ports import Port, Ports, Role, Sizes, timestep_port
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 from sdflow.families.shared.skipped_layers import LAYERS
-from sdflow.models.base import Role
+from sdflow.models.ports import Role
 from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.denoiser.schedule import Schedule
 from sdflow.runtime.denoiser.time_values import TimeValues, table

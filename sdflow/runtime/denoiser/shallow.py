@@ -72,8 +72,8 @@ def skip_joins(graph: Any, latents: str) -> list[str]:
     for node, pair in zip(graph.node, pairs, strict=True):
         read = [made_of[name] for name in node.input if name in made_of]
         if pair is not None:
-            for below, beside in (pair, pair[::-1]):
-                if origins[beside] in made_of.get(below, frozenset()) and origins[beside] != origins[below]:
+            for below, skip in (pair, pair[::-1]):
+                if origins[skip] in made_of.get(below, frozenset()) and origins[skip] != origins[below]:
                     found.append(below)
         if read:
             reached = frozenset[str]().union(*read, watched.intersection(node.output))
