@@ -122,6 +122,7 @@ class ZImage(Family):
     }
     verified_guidance = 5.0
     embeddings = ("prompt_embeds", "negative_prompt_embeds")
+    relatives = (("cap_pad_token", "denoiser of Z-Image"),)
     assembled_as: ClassVar[Mapping[Task, str]] = {"text": "ORTZImagePipeline"}
     architectures: ClassVar[Mapping[str, Architecture]] = {
         "z-image-turbo": Architecture(borrowed=_TOKENIZER),
