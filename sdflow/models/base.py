@@ -119,12 +119,12 @@ class Model:
         raise NotImplementedError
 
     def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Compute outputs by name from inputs by name with the library's own forward. Independent of `traced`, because
-        the traced graph is verified against it."""
+        """Compute outputs by name from inputs by name, in the shapes of `ports`, with the library's own forward. Independent
+        of `traced`, because the traced graph is verified against it."""
         raise NotImplementedError
 
     def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Convert the arguments of diffusers' call of the module to graph inputs by name."""
+        """Convert the arguments of diffusers' call of the module to graph inputs by name, in the shapes of `ports`."""
         raise NotImplementedError
 
     def recorded_outputs(
@@ -205,7 +205,7 @@ class Model:
         return {port.name: self.values(port, list(port.shape(axes)), config, random) for port in ports}
 
     def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
-        """Return random values for one input: standard normal unless overridden."""
+        """Return random values of this shape for one input: standard normal unless overridden."""
         import numpy as np
 
         return random.standard_normal(shape, np.float32)

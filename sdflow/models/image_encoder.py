@@ -111,7 +111,8 @@ class ImageEncoder(Model):
         module.forward = forward
 
     def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As in `encode_image` of diffusers' pipelines and the UNet's `encoder_hid_proj`."""
+        """Return (batch, tokens, width) per projection, as `encode_image` of diffusers' pipelines and the UNet's
+        `encoder_hid_proj` do."""
         import torch
 
         shown = inputs[SHOWN] > 0

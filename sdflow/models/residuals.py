@@ -53,7 +53,7 @@ def as_arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_name(skips: Sequence[torch.Tensor] | None, middle: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Convert diffusers' residuals to inputs by name; empty without residuals."""
+    """Convert diffusers' residuals, (batch, channels, rows, columns) each, to inputs by name; empty without residuals."""
     if skips is None or middle is None:
         return {}
     return {**{f"{_SKIP}{index}": value for index, value in enumerate(skips)}, MIDDLE: middle}

@@ -24,6 +24,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from sdflow.artifact import Facts
+from sdflow.onnx_model.nodes import attributes
 from sdflow.onnx_model.phases import interleaved
 from sdflow.passes.base import PassConfig
 from sdflow.passes.editing import EditingPass
@@ -127,11 +128,11 @@ def _replace_nhwc_conv(edit: GraphEdit, resize: Any, cast: Any | None, conv: Any
 
 
 def _fits(edit: GraphEdit, conv: Any | None, op_type: str) -> bool:
-    from onnx import TensorProto, helper
+    from onnx import TensorProto
 
     if conv is None or conv.op_type != op_type:
         return False
-    settings = {item.name: helper.get_attribute_value(item) for item in conv.attribute}
+    settings = attributes(conv)
     weight = edit.weights.get(conv.input[1])
     of_kernel = slice(2, 4) if op_type == "Conv" else slice(1, 3)
     return (

@@ -118,7 +118,8 @@ class FluxTransformer(Transformer):
             hook.remove()
 
     def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """diffusers' pipelines repeat timestep and guidance for every row."""
+        """Unpack latents to (batch, channels, rows, columns). diffusers' pipelines repeat timestep and guidance for every
+        row, and divide the timestep by 1000."""
         guidance = kwargs.get(GUIDANCE)
         return {
             "sample": unpacked(kwargs["hidden_states"], *size_of(kwargs["img_ids"])),

@@ -114,7 +114,7 @@ class SD3Transformer(Transformer):
         return {"out_sample": found.sample}
 
     def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """diffusers' pipeline repeats the timestep for every row."""
+        """diffusers' pipeline repeats the timestep, 0 to 1000, for every row."""
         return {
             "sample": kwargs["hidden_states"],
             "timestep": kwargs["timestep"][:1].float(),

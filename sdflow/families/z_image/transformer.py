@@ -76,7 +76,7 @@ class ZImageTransformer(Transformer):
         }
 
     def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
-        """Return texts of different lengths, each at least one token long."""
+        """Return a mask (batch, tokens) of texts of different lengths, each at least one token long."""
         import numpy as np
 
         if port.name == "encoder_attention_mask":
@@ -112,7 +112,7 @@ class ZImageTransformer(Transformer):
     def recorded_outputs(
         self, ports: Ports, kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """The module returns one tensor per image."""
+        """Join the module's tensors, (channels, 1, rows, columns) per image, and negate them."""
         import torch
 
         return {"out_sample": -torch.stack(list(outputs))[:, :, 0]}

@@ -130,7 +130,8 @@ def read_mask(mask: Any, height: int, width: int) -> torch.Tensor:
 
 
 def preprocess(reader: Any, image: Any, height: int | None, width: int | None, where: str) -> torch.Tensor:
-    """Run diffusers' image processor. where: for messages. Raises UsageError if it rejects the image."""
+    """Run diffusers' image processor; returns (images, channels, height, width). height, width: in pixels; None: the
+    image's own. where: for messages. Raises UsageError if it rejects the image."""
     try:
         pixels: torch.Tensor = reader.preprocess(image, height=height, width=width)
     except ValueError as error:

@@ -19,7 +19,7 @@ SETTINGS_CHUNK = SETTINGS
 
 
 def to_pil(images: torch.Tensor) -> list[Image]:
-    """Convert float NHWC in [0, 1] to PIL images; rounding happens on the tensor's device."""
+    """Convert float values in [0, 1], (images, height, width, 3), to PIL images; rounding happens on the tensor's device."""
     return pil_of(rounded(images).cpu())
 
 

@@ -209,7 +209,7 @@ def residual_feeds(case: ResidualCase) -> Feeds:
 
 
 def residual_expected(case: ResidualCase, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the results by definition, in float64."""
+    """Return the results in the case's shape by definition, in float64."""
     import numpy as np
 
     has = {name: value.astype(np.float64) for name, value in values.items()}
@@ -251,7 +251,7 @@ def _rms(value: np.ndarray, epsilon: float) -> np.ndarray:
 
 
 def activation_feeds(case: ActivationCase) -> dict[str, np.ndarray]:
-    """Return random inputs; with gate "halves", a also contains b and is both inputs."""
+    """Return random inputs, (*rows, channels); with gate "halves", a also contains b and is both inputs."""
     import numpy as np
 
     random = np.random.default_rng(5)
@@ -272,7 +272,7 @@ def activation_feeds(case: ActivationCase) -> dict[str, np.ndarray]:
 
 
 def activation_expected(case: ActivationCase, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return the result by definition, in float64."""
+    """Return the result, (*rows, before + channels), by definition, in float64."""
     import numpy as np
 
     has = {name: value.astype(np.float64) for name, value in feeds.items()}
