@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 
 from sdflow.runtime.kernels import compilation
-from sdflow.runtime.kernels.parts import FOLDER, SOURCES
+from sdflow.runtime.kernels.parts import FOLDER, PARTS
 
 CPU = Path(__file__).parent
 PTX = ("overlap.cuh", "float16.cuh", "float8.cuh", "cluster.cuh", "mma.cuh", "int8.cuh", "hopper.cuh", "bfloat16.cuh")
@@ -41,6 +41,7 @@ SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 PATTERN = "-ftrivial-auto-var-init=pattern"
 """Variables begin as NaN in float16 and 1e38 in float32, so that what is not assigned shows."""
 
+SOURCES = tuple(dict.fromkeys(FOLDER / name for part in PARTS.values() for name in part.sources))
 DEFINES = [f"-D{name}={value}" for name, value in compilation.DEFINES.items()]
 CPP = ["g++", "-std=c++20", "-mf16c", "-Wno-psabi"]
 C = ["gcc", "-Ddlopen=emulated_dlopen", "-Ddlsym=emulated_dlsym"]

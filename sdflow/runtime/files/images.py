@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.PngImagePlugin import PngInfo
 
-SETTINGS_CHUNK = SETTINGS
-
 
 def to_pil(images: torch.Tensor) -> list[Image]:
     """Convert float values in [0, 1], (images, height, width, 3), to PIL images; rounding happens on the tensor's device."""
