@@ -24,7 +24,6 @@ from PIL import Image
 
 from sdflow.config import load_workflow
 from sdflow.errors import UsageError, WorkflowError
-from sdflow.families.image_text import SETTINGS
 from sdflow.families.shared.approximation import Approximation, Interval, Reuse, parse
 from sdflow.manifest import Manifest, Origin, read_manifest
 from sdflow.manifest.file import as_json, from_json
@@ -34,6 +33,7 @@ from sdflow.runtime.denoiser.shallow import depths, skip_joins
 from sdflow.runtime.denoiser.split import split
 from sdflow.runtime.draw_request import GenerateRequest
 from sdflow.runtime.ensemble import Ensemble
+from sdflow.runtime.files.image_text import SETTINGS
 from sdflow.runtime.generate import Progress, generate
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.request_check import with_approximation

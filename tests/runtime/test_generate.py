@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from started_python import Command
 
 from sdflow.errors import UsageError
-from sdflow.families.image_text import SETTINGS
 from sdflow.runtime.draw_request import GenerateRequest
+from sdflow.runtime.files.image_text import SETTINGS
 from sdflow.runtime.generate import Progress, generate
 
 SMALL: dict[str, Any] = {"height": 64, "width": 64, "steps": 2, "target": "cpu", "threads": 1}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.disk.atomic_write import replacing
 from sdflow.errors import VerificationError
-from sdflow.families.image_text import CHUNKS, SETTINGS, image_text
+from sdflow.runtime.files.image_text import CHUNKS, SETTINGS, image_text
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ def require_finite(count: int, of: int, submodel: str) -> None:
 
 
 def write_png(image: Image, path: Path, settings: Mapping[str, Any]) -> None:
-    """Atomically write a PNG file with the settings in its text (`sdflow.families.image_text`)."""
+    """Atomically write a PNG file with the settings in its text (`sdflow.runtime.files.image_text`)."""
     with replacing(path) as temporary:
         image.save(temporary, format="PNG", pnginfo=png_text(image_text(settings)))
 
