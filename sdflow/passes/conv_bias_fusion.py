@@ -134,7 +134,7 @@ def _into_group_norm(edit: GraphEdit, node: Any) -> int:
     import numpy as np
     from onnx import helper
 
-    if not _nhwc(node):
+    if attribute(node, "channels_last", 1) != 1:
         return 0
     source = node.input[0]
     conv = edit.producers.get(source)
@@ -208,10 +208,6 @@ def _reads_shape(edit: GraphEdit, node: Any) -> bool:
     if node.op_type == "Transpose" and node.output[0] not in edit.results:
         return all(reader.op_type == "Shape" for reader in edit.readers[node.output[0]])
     return bool(node.op_type == "Shape")
-
-
-def _nhwc(node: Any) -> bool:
-    return bool(attribute(node, "channels_last", 1) == 1)
 
 
 def _residual(edit: GraphEdit, add: Any) -> list[tuple[Any, str]]:
