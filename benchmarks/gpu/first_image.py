@@ -1,27 +1,37 @@
 """Time a process from its start to its first image: with no kernels in the cache, then with those that an earlier process left.
 
-    python benchmarks/gpu/first_image.py PIPELINE [--processes 3] [--steps 50] [--size N] [--target cuda] [--json FILE]
+    python benchmarks/gpu/first_image.py PIPELINE [--processes 3] [--steps 50] [--size N] [--target cuda] [--profile]
+        [--json FILE]
 
 PIPELINE: with weights (of benchmarks/gpu/with_weights.py, or built). The first process finds an empty $SDFLOW_KERNELS, so it
 compiles and proves sdflow's kernels. Each process prints seconds since it started, after its imports, after loading, and
-after its first and second images; the second image is the time of a warm one.
+after its first and second images; the second image is the time of a warm one. --profile: a further process, slower than the
+others, tells which packages' imports and which functions of its main thread take the time.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import os
+import pstats
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 BEGUN = "FIRST_IMAGE_BEGUN"
 """Variable with the time at which a process was started."""
+IMPORTED = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+([\w]+)")
+"""A line of `python -X importtime`: microseconds of a module without what it imports."""
+TOLD = 25
+"""Functions, and half as many packages, that a profile tells."""
 
 
 def child(options: argparse.Namespace) -> None:
@@ -36,6 +46,9 @@ def child(options: argparse.Namespace) -> None:
     from sdflow.runtime.pipeline import Pipeline
 
     note("imported")
+    profile = cProfile.Profile()
+    if options.profile:
+        profile.enable()
     pipeline = Pipeline.load(options.pipeline, options.target, checker=False)
     note("loaded")
     size = {} if options.size is None else {"height": options.size, "width": options.size}
@@ -43,7 +56,32 @@ def child(options: argparse.Namespace) -> None:
         generator = torch.Generator().manual_seed(0)
         pipeline("a red fox in the snow", num_inference_steps=options.steps, generator=generator, **size)
         note(which)
+        profile.disable()
+    if options.profile:
+        pstats.Stats(profile).sort_stats("cumulative").print_stats(TOLD)
     print(json.dumps(found))
+
+
+def run(kernels: str, *, profile: bool = False) -> dict[str, float]:
+    """What a process says. profile: print where its time goes, too."""
+    arguments = [each for each in sys.argv if profile or each != "--profile"]
+    done = subprocess.run(
+        [sys.executable, *(["-X", "importtime"] if profile else []), *arguments, "--child"],
+        env={**os.environ, "SDFLOW_KERNELS": kernels, "CUDA_CACHE_PATH": kernels, BEGUN: repr(time.time())},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE if profile else None,
+        text=True,
+        check=True,
+    )
+    if profile:
+        packages = Counter[str]()
+        for microseconds, package in IMPORTED.findall(done.stderr):
+            packages[package] += int(microseconds)
+        for package, spent in packages.most_common(TOLD // 2):
+            print(f"  {spent / 1e6:6.2f} s of imports: {package}")
+        print(*(f"  {line}" for line in done.stdout.splitlines()[:-1] if line.strip()), sep="\n", flush=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def main() -> None:
@@ -53,6 +91,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--size", type=int)
     parser.add_argument("--target", default="cuda")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -62,17 +101,12 @@ def main() -> None:
     found = []
     with tempfile.TemporaryDirectory() as kernels:
         for number in range(options.processes):
-            done = subprocess.run(
-                [sys.executable, *sys.argv, "--child"],
-                env={**os.environ, "SDFLOW_KERNELS": kernels, "CUDA_CACHE_PATH": kernels, BEGUN: repr(time.time())},
-                stdout=subprocess.PIPE,
-                text=True,
-                check=True,
-            )
-            found.append(json.loads(done.stdout.splitlines()[-1]))
+            found.append(run(kernels))
             print(f"{'kept kernels' if number else 'no kernels'}: {found[-1]}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+            if options.json:
+                options.json.write_text(json.dumps(found, indent=1))
+        if options.profile:
+            print(f"profiled: {run(kernels, profile=True)}", flush=True)
 
 
 if __name__ == "__main__":

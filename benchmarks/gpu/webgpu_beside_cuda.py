@@ -129,28 +129,31 @@ def built(folder: Path, target: str, options: argparse.Namespace) -> tuple[dict[
 
     ends = {"latents": draw("latent")}
     found["latents_s"] = time.perf_counter() - begun
-    ends["image"] = draw("np")
-    found["first_image_s"] = time.perf_counter() - begun
+    found["placement"] = placements(pipeline, folder)
+    options.child.write_text(json.dumps(found))
+    found["errors"] = dict[str, str]()
+    runs: dict[str, Callable[[], Any]] = {
+        "steps": lambda: draw("latent"),
+        "half": lambda: draw("latent", options.steps // 2),
+    }
+    try:
+        ends["image"] = draw("np")
+        runs["image"] = lambda: draw("np")
+        found["first_image_s"] = time.perf_counter() - begun
+    except Exception:  # noqa: BLE001  the steps are measured all the same
+        found["errors"]["image"] = traceback.format_exc()
+    options.child.write_text(json.dumps(found))
     with watched(found):
-        times = measure(
-            {
-                "image": lambda: draw("np"),
-                "steps": lambda: draw("latent"),
-                "half": lambda: draw("latent", options.steps // 2),
-            },
-            options.rounds,
-            options.seconds,
-        )
+        times = measure(runs, options.rounds, options.seconds)
     middle = {each: statistics.median(every) for each, every in times.items()}
     found |= {
         "size": size,
         "times_ms": times,
         "step_ms": (middle["steps"] - middle["half"]) / (options.steps - options.steps // 2),
-        "image_ms": middle["image"],
-        "decode_ms": middle["image"] - middle["steps"],
         "placement": placements(pipeline, folder),
     }
-    found["errors"] = dict[str, str]()
+    if "image" in middle:
+        found |= {"image_ms": middle["image"], "decode_ms": middle["image"] - middle["steps"]}
     if options.cases is not None:
         found["submodels"] = compared(pipeline, options.cases, found["errors"])
         found["placement"] |= placements(pipeline, folder)
@@ -210,11 +213,13 @@ def distances(ends: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
 
     found = {}
     for right, left in combinations(ends, 2):
-        found[f"{left} from {right}"] = {
-            "latents": distance(ends[left]["latents"], ends[right]["latents"]),
-            "image": distance(ends[left]["image"], ends[right]["image"]),
-            "psnr": psnr(ends[left]["image"], ends[right]["image"]),
-        }
+        mine, other = ends[left], ends[right]
+        found[f"{left} from {right}"] = {"latents": distance(mine["latents"], other["latents"])}
+        if "image" in mine and "image" in other:
+            found[f"{left} from {right}"] |= {
+                "image": distance(mine["image"], other["image"]),
+                "psnr": psnr(mine["image"], other["image"]),
+            }
     return found
 
 
@@ -225,19 +230,28 @@ def fallen(found: dict[str, Any]) -> list[str]:
 
 def table(name: str, found: dict[str, Any]) -> None:
     for engine, each in found["engines"].items():
-        if "image_ms" in each:
+        if "step_ms" not in each and "latents_s" in each:
+            print(f"{name} {engine}: first latents after {each['latents_s']:.1f} s; ended before it was measured")
+        if "step_ms" in each:
             nodes = sum(sum(part["nodes"].values()) for part in each["placement"].values())
             memory = (
                 f"{each.get('device_gb', float('nan')):.1f} GB, load {each.get('load_percent', float('nan')):.0f} %"
             )
-            print(f"{name} {each['size']}x{each['size']} {engine}: a step {each['step_ms']:.1f} ms, an image")
-            print(f"  {each['image_ms']:.0f} ms ({each['decode_ms']:.0f} after the steps), the first after")
-            print(f"  {each['first_image_s']:.1f} s; {len(fallen(each))} of {nodes} nodes not on the GPU; {memory}")
+            print(
+                f"{name} {each['size']}x{each['size']} {engine}: a step {each['step_ms']:.1f} ms, first latents after"
+            )
+            print(f"  {each['latents_s']:.1f} s; {len(fallen(each))} of {nodes} nodes not on the GPU; {memory}")
+            if "image_ms" in each:
+                print(
+                    f"  an image {each['image_ms']:.0f} ms ({each['decode_ms']:.0f} after the steps), the first after"
+                )
+                print(f"  {each['first_image_s']:.1f} s")
         for submodel, distances_of in each.get("submodels", {}).items():
             said = ", ".join(f"{what} {distance:.1e}" for what, distance in distances_of.items())
             print(f"    {submodel} on float32's inputs: {said}")
     for pair, each in found["distances"].items():
-        print(f"  {pair}: latents {each['latents']:.4f}, image {each['image']:.4f}, {each['psnr']:.1f} dB", flush=True)
+        image = f", image {each['image']:.4f}, {each['psnr']:.1f} dB" if "image" in each else ""
+        print(f"  {pair}: latents {each['latents']:.4f}{image}", flush=True)
 
 
 def compare(name: str, options: argparse.Namespace, results: Results, end: float) -> None:
@@ -262,12 +276,16 @@ def compare(name: str, options: argparse.Namespace, results: Results, end: float
                 cases = Path(scratch) / f"{FLOAT32}{CASES}"
                 given = ["--cases", str(cases)] if engine in built_for and cases.exists() else []
                 command = [sys.executable, __file__, str(options.weights), name, "--engines", engine]
-                subprocess.run([*command, "--child", str(out), *given, *more], check=True, timeout=left)
-                each = found["engines"][engine] = json.loads(out.read_text())
+                try:
+                    subprocess.run([*command, "--child", str(out), *given, *more], check=True, timeout=left)
+                finally:  # also of an engine that failed or was ended
+                    if out.exists():
+                        found["engines"][engine] = json.loads(out.read_text())
+                each = found["engines"][engine]
                 with np.load(out.with_suffix(".npz")) as arrays:
                     ends[engine] = dict(arrays)
                 found["distances"] = distances(ends)
-                if options.images is not None:
+                if options.images is not None and "image" in ends[engine]:
                     save(options.images / f"{name}_{engine}.png", ends[engine]["image"][0])
                 if problems := problems_of(each):
                     raise RuntimeError("; ".join(problems))

@@ -57,6 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pipeline", type=Path)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each rate")
+    parser.add_argument("--images", type=int, help="of each rate, in place of --seconds")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--guidance", type=float, help="scale; without it, the pipeline's")
     parser.add_argument("--seed", type=int, default=0)
@@ -127,7 +128,9 @@ async def compare(servers: dict[str, Server], body: dict[str, Any], given: Any) 
         rate = part * most
         for name in [*names, *beside] if part in given.beside else names:
             bodies = itertools.repeat(asked(name, body))
-            took, refused, whole = await arrivals(server_of(name), bodies, rate, given.seconds, given.seed)
+            took, refused, whole = await arrivals(
+                server_of(name), bodies, rate, given.seconds, given.seed, given.images
+            )
             found_of = {"images/s": len(took) / whole, "p50": quantile(took, 0.5), "p95": quantile(took, 0.95)}
             p95 = own.setdefault(part, found_of["p95"])
             cells = [*found_of.values(), p95 / found_of["p95"]]
@@ -168,9 +171,10 @@ async def capacity(url: str, body: dict[str, Any], seconds: float, clients: int)
 
 
 async def arrivals(
-    url: str, bodies: Iterator[dict[str, Any]], rate: float, seconds: float, seed: int
+    url: str, bodies: Iterator[dict[str, Any]], rate: float, seconds: float, seed: int, images: int | None = None
 ) -> tuple[list[float], int, float]:
-    """Seconds of each request that was answered, how many were refused, and the seconds until the last was answered."""
+    """Seconds of each request that was answered, how many were refused, and the seconds until the last was answered.
+    images: number of requests, in place of the seconds in which they arrive."""
     chance, begun = random.Random(seed), time.perf_counter()
     took: list[float] = []
     refused = 0
@@ -186,13 +190,13 @@ async def arrivals(
 
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=None, limits=limits) as client, asyncio.TaskGroup() as tasks:
-        due = begun + chance.expovariate(rate)
-        while due < begun + seconds:
+        due, arrived = begun + chance.expovariate(rate), 0
+        while due < begun + seconds if images is None else arrived < images:
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             tasks.create_task(
                 ask(client, due, next(bodies))
             )  # from when it was due: a client that is late hides nothing
-            due += chance.expovariate(rate)
+            due, arrived = due + chance.expovariate(rate), arrived + 1
     return took, refused, time.perf_counter() - begun
 
 

@@ -47,7 +47,10 @@ def deploy(context: typer.Context, name: Name, json: AsJson = False, **said: Any
     # The server checks the files.
     served = read_all_served(said["pipeline"], require_verified=said["require_verified"], check=False)
     Models(served, read_aliases(said["alias"] or []), said["default"])
-    spread = read_spread(*(said[each] for each in ("on", "port", "replicas", "gpus", "queue", "take_over")))
+    spread = read_spread(
+        *(said[each] for each in ("on", "port", "replicas", "gpus", "queue", "take_over")),
+        tls=bool(said["ssl_certfile"] or said["ssl_keyfile"]),
+    )
     if spread is not None:
         with_gpus(spread, said["gpus"], [model.manifest for model in served.values()])
     read_sizes(said["batch_sizes"])

@@ -236,7 +236,8 @@ def serve(
     from sdflow.serve.on_ray.spread import read_spread, with_gpus
     from sdflow.sources.embedding import embeddings_in
 
-    spread = read_spread(on, port, replicas, gpus, queue, take_over)
+    tls = ssl_certfile is not None or ssl_keyfile is not None
+    spread = read_spread(on, port, replicas, gpus, queue, take_over, drain=drain_timeout, tls=tls)
     if spread is not None:
         threads = threads or 1  # the number of cores requested from Ray
     limits = Limits(

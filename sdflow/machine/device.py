@@ -20,7 +20,7 @@ def device(target: Target) -> dict[str, Any]:
     import psutil
 
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "system": platform.platform(),
@@ -98,7 +98,8 @@ def _text(path: Path) -> str | None:
         return None
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the processor's name, or its architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text().splitlines():

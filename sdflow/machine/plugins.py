@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sdflow.errors import TargetUnavailableError
+from sdflow.machine.device import cuda_device, processor
 from sdflow.machine.onnx_runtime import onnxruntime_errors
 from sdflow.machine.webgpu import missing_device
 from sdflow.targets import WEBGPU_PROVIDER, Target
@@ -25,6 +26,10 @@ INSTALL_COMMAND = "python -m sdflow.machine.windows_ml"
 
 _KINDS = ("GPU", "NPU", "CPU")
 """Device kinds, best first: a denoiser is too large for most NPUs."""
+
+_NVIDIA = 0x10DE
+_VENDORS = {0x1002: "AMD", 0x106B: "Apple", _NVIDIA: "NVIDIA", 0x5143: "Qualcomm", 0x8086: "Intel"}
+"""PCI vendors by number: ONNX Runtime leaves their names out on Linux."""
 
 _VOLATILE = ("library_path", "LUID", "DxgiAdapterNumber", "DxgiHighPerformanceIndex", "pci_bus_id", "card_idx")
 """Metadata that depends on the boot or the folder, not on the device."""
@@ -101,6 +106,31 @@ def is_emulated(ort: Any, target: Target) -> bool:
     """Return whether the target's sessions run on an emulated GPU: runs take seconds instead of milliseconds."""
     devices = plugins_of(ort, target).devices.get(WEBGPU_PROVIDER, [])
     return bool(devices) and _kind(devices[0]) == "CPU"
+
+
+def accelerator(ort: Any, target: Target, provider: str | None) -> str | None:
+    """Return the name of the hardware that a target's sessions run on, as far as it is known; None for other targets
+    than plugins and DirectML."""
+    if target.name == "directml":
+        return ", ".join(display_drivers()) or None
+    found = plugins_of(ort, target).devices.get(provider or "", [])
+    if not found:
+        return None
+    if provider == WEBGPU_PROVIDER and _kind(found[0]) == "CPU":
+        return f"GPU emulated by {processor()}"
+    return _device_name(found[0])
+
+
+def _device_name(device: Any) -> str:
+    """Return Windows' description of a device, CUDA's name of an NVIDIA GPU, or else the PCI vendor and device."""
+    told = {**device.device.metadata, **device.ep_metadata}
+    number = device.device.vendor_id
+    if described := str(told.get("Description") or "").strip():
+        return described
+    if number == _NVIDIA and _kind(device) == "GPU" and (named := cuda_device().get("accelerator")):
+        return str(named)
+    vendor = str(device.device.vendor or "").strip() or _VENDORS.get(number) or f"vendor {number:#06x}"
+    return f"{vendor} {_kind(device)} {device.device.device_id:#06x}"
 
 
 def device_facts(device: Any) -> dict[str, Any]:

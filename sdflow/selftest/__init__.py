@@ -35,7 +35,7 @@ from sdflow.passes.registry import catalog
 from sdflow.processes.workers import run_worker
 from sdflow.run.options import RunOptions
 from sdflow.run.run import run_workflow
-from sdflow.runtime.sessions.availability import target_availability
+from sdflow.runtime.sessions.availability import Availability, target_availability
 from sdflow.selftest.private import Private
 from sdflow.selftest.result import DrawnPair, Ran, Report, Verdict
 from sdflow.store import Cache
@@ -88,7 +88,10 @@ def selftest(
     report = Report(target=target, versions=versions(), device=machine)
     draft = _Draft(report)
     with scratch_folder("selftest") as scratch, draft.failures():
-        emulated = _require_here(target, listener)
+        here = _require_here(target, listener)
+        emulated = here.emulated
+        if here.accelerator is not None and machine["accelerator"] is None:
+            draft.report = replace(draft.report, device={**machine, "accelerator": here.accelerator})
         steps, size = (EMULATED_STEPS, EMULATED_SIZE) if emulated else (STEPS, SIZE)
         listener.note(f"{target}: compared with PyTorch in float32 on the CPU")
         reference = _drawn(scratch, None, target, (steps, size), listener)
@@ -116,19 +119,19 @@ def selftest(
     return Private.here().cleared(draft.report)
 
 
-def _require_here(target: str, listener: Listener) -> bool:
-    """Return whether the target's GPU is emulated. Raises TargetUnavailableError, before the sample is built, if a tiny
-    model does not run on the target."""
+def _require_here(target: str, listener: Listener) -> Availability:
+    """Return what runs the target here. Raises TargetUnavailableError, before the sample is built, if a tiny model does
+    not run on the target."""
     require_package(TARGETS[target])
     if target == "cpu":
-        return False
+        return Availability(target, True)
     listener.note(f"{target}: checking whether it runs here")
     (found,) = target_availability((target,))
     if not found.available:
         raise TargetUnavailableError(found.reason or "does not run here", where=target, remedy=found.remedy)
     if found.emulated:
         listener.note(f"{target}: {EMULATED_NOTE}")
-    return found.emulated
+    return found
 
 
 @dataclass

@@ -28,6 +28,12 @@ def served(tiny_pipeline: Path) -> ServedPipeline:
     return ServedPipeline(Pipeline.load(tiny_pipeline, "cpu", threads=1))
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session of a batch is made when it is first wanted."""
+    monkeypatch.setattr("sdflow.serve.engine.shared_steps.LACKED_RUNS", 0)
+
+
 def pixels(seed: int) -> Image:
     return Image("RGB", (64, 64), np.random.default_rng(seed).integers(0, 255, (64, 64, 3), np.uint8).tobytes())
 
@@ -124,6 +130,23 @@ def test_a_new_request_joins_at_the_next_step_and_a_finished_one_leaves(served: 
     assert [[images for images, _, _ in batches] for batches in turns] == [[1], [2], [2], [2], [1]]
     # Their files are written elsewhere, each in its time.
     assert {each.request for each in told if isinstance(each, Drawn)} == {"request 0", "request 1"}
+
+
+def test_images_that_share_runs_only_from_the_same_step_on_start_together_when_the_one_before_them_is_done(
+    served: ServedPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FLUX.2's and Z-Image's do. In turns, all would take longer, and none would share a run."""
+    monkeypatch.setattr(served.shared_steps(8, 8), "one_time", True)
+    told: list[Message] = []
+    engine = Engine(lambda job: served, {"tiny": SECONDS}, told.append, places=4)
+    for number in range(3):
+        engine.submit(job(number, arguments=call(3, 7.5), scheduler="ddim"))
+        if not number:
+            engine.turn()
+    while engine.busy:
+        engine.turn()
+    batches = [images for each in told if isinstance(each, Turned) for images, _, _ in each.batches]
+    assert batches == [1, 1, 1, 2, 2, 2]
 
 
 def test_a_small_image_waits_for_a_step_of_a_large_one_and_not_for_all_of_it(served: ServedPipeline) -> None:

@@ -1,17 +1,25 @@
-"""A worker that dies, a server that is told to end, requests that take too long."""
+"""A worker that dies, a server that is told to end, requests that take too long; a server with a certificate."""
 
 from __future__ import annotations
 
+import datetime
+import ipaddress
 import json
 import shutil
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 from serve.conftest import SIZE, RunningServer, running_server
 from started_python import StartedPython
 from until import PATIENCE, until
@@ -28,13 +36,30 @@ DRAWN = "sdflow_images_total"
 
 
 @pytest.fixture(scope="module")
-def own(tiny_pipeline: Path, started_python: StartedPython | None) -> RunningServer:
-    """A server that these tests may hurt. One image at a time, with a key and a deadline."""
-    key = tiny_pipeline.parent / "key"
+def own(tiny_pipeline: Path, started_python: StartedPython | None) -> Iterator[RunningServer]:
+    """A server that these tests may hurt, over HTTPS. One image at a time, with a key."""
+    key, certificate, certificate_key = (tiny_pipeline.parent / name for name in ("key", "cert.pem", "cert_key.pem"))
     key.write_text("secret\n")
+    write_certificate(certificate, certificate_key)
     options = ("--batch-sizes", "1", "--api-key-file", str(key), "--log-prompts")
-    with running_server(str(tiny_pipeline), *options, started=started_python) as made:
-        yield made
+    tls = ("--ssl-certfile", str(certificate), "--ssl-keyfile", str(certificate_key))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("SSL_CERT_FILE", str(certificate))  # what httpx trusts
+        with running_server(str(tiny_pipeline), *options, *tls, started=started_python) as made:
+            assert made.url.startswith("https://127.0.0.1:")
+            yield made
+
+
+def write_certificate(path: Path, key_path: Path) -> None:
+    """Of 127.0.0.1, signed by itself."""
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
+    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    made = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    made = made.not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
+    signed = made.add_extension(address, critical=False).sign(key, hashes.SHA256())
+    path.write_bytes(signed.public_bytes(Encoding.PEM))
+    key_path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
 
 
 def post(server: RunningServer, **fields: object) -> httpx.Response:
@@ -134,6 +159,8 @@ def test_what_takes_too_long_is_given_up(tiny_pipeline: Path) -> None:
         ({"require_verified": True}, "it was not verified when built"),
         ({"pipeline": 2}, "another pipeline has the name tiny"),
         ({"batch_sizes": "1,x"}, "is not a list of sizes"),
+        ({"ssl_keyfile": Path(__file__)}, "there is no certificate for this key"),
+        ({"ssl_certfile": Path(__file__)}, "is not a certificate with its key"),
     ],
 )
 def test_what_cannot_be_served_is_told_at_once(tiny_pipeline: Path, options: dict[str, Any], says: str) -> None:

@@ -15,10 +15,11 @@ from sdflow.manifest import Manifest, Origin
 from sdflow.serve.http.loras import Loras
 from sdflow.serve.http.models import Models
 from sdflow.serve.http.settings import Settings
-from sdflow.serve.jobs import WorkerOptions
+from sdflow.serve.jobs import Begun, Drawn, Stepped, Turned, WorkerOptions
 from sdflow.serve.keys import Access
 from sdflow.serve.limits import Limits
 from sdflow.serve.on_ray import server
+from sdflow.serve.on_ray.progress import Progress
 from sdflow.serve.on_ray.server import serve_on_ray
 from sdflow.serve.on_ray.spread import Spread, read_replicas, read_spread, with_gpus
 
@@ -57,6 +58,11 @@ def test_options_that_do_not_fit_together_are_refused(options: tuple[Any, ...], 
     with pytest.raises(UsageError) as raised:
         read_spread(*options)
     assert told in str(raised.value)
+
+
+def test_a_cluster_serves_no_https() -> None:
+    with pytest.raises(UsageError, match="does not serve HTTPS"):
+        read_spread("ray", 8000, None, None, None, False, tls=True)
 
 
 def test_a_replica_gets_a_gpu_if_a_pipeline_needs_one() -> None:
@@ -100,3 +106,27 @@ def test_a_port_of_something_that_does_not_speak_http_is_told(monkeypatch: pytes
 def test_options_of_a_cluster_are_read() -> None:
     assert read_spread(None, 8000, None, None, None, False) is None
     assert read_spread("ray", 8000, "1:4", 0.5, 2, True) == Spread("auto", 1, 4, 0.5, 2, True)
+
+
+def test_a_replica_reports_four_times_a_second_and_loses_no_batch() -> None:
+    """Every message through Ray costs the front a millisecond or two."""
+    now = 0.0
+    progress = Progress(lambda: now)
+    passed, batches = [], []
+    for step in range(1, 21):
+        now = step * 0.05
+        passed += [each for each in ("a", "b") if progress.due(Stepped(each, 0, step, 20))]
+        if (report := progress.turned(Turned(((2, 2, 0.05),), 2, 1, 7), True)) is not None:
+            batches += report.batches
+            assert (report.drawing, report.waiting, report.memory) == (2, 1, 7)
+    assert passed == ["a", "b"] * 4
+    assert 0 < len(batches) < 20
+    for ending in (Begun("a", 0), Drawn("a", 0, b"", (1, 1), None, {})):
+        assert progress.due(ending)
+    assert progress.turned(Turned((), 0, 0), False) is None, "nobody would hear of them"
+    last = progress.turned(Turned((), 0, 0), True)
+    assert last is not None
+    assert len(batches) + len(last.batches) == 20
+    progress.ended("a")
+    assert progress.due(Stepped("a", 0, 1, 20))
+    assert not progress.due(Stepped("b", 0, 20, 20))

@@ -77,18 +77,9 @@ def symbolic(steps: Sequence[Step]) -> tuple[Step, ...]:
     return tuple(structure)
 
 
-UNCOUNTED = {
-    "webgpu": ("sdxl_controlnet", "sdxl_refiner"),
-}
-"""Target -> bases whose fused operators were not counted at full size yet. The IP-Adapters' were not either: theirs are as on the
-CPU, whose attention is fused alike."""
-
-
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("base", ARCHITECTURES)
 def test_every_chain_that_fuses_says_what_it_expects(base: str, target: str, tmp_path: Path) -> None:
-    if base in UNCOUNTED.get(target, ()):
-        pytest.skip("not counted yet")
     silent = [
         step.id
         for chain in planned(base, target, Cache(tmp_path / "cache")).chains

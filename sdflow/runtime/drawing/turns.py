@@ -98,20 +98,21 @@ def moving_weights(
         elif why is not None and name in graphs:
             whole[why] = [*whole.get(why, []), _spelled(name)]
     for why, names_of in whole.items():
-        warnings.warn(
+        _warn(
             f"the weights of the {' and the '.join(names_of)} take turns with others instead of being streamed, which leaves "
-            f"little memory to work in: {why}",
-            SlowerWarning,
-            stacklevel=3,
+            f"little memory to work in: {why}"
         )
     for name, plan in streams.items():
-        warnings.warn(
+        _warn(
             f"the {_spelled(name)} streams {spell_bytes(plan.size)} of its {spell_bytes(sizes[name])} of weights from host "
-            f"memory, because {spell_bytes(room)} of the memory of {device} is available",
-            SlowerWarning,
-            stacklevel=3,
+            f"memory, because {spell_bytes(room)} of the memory of {device} is available"
         )
     return Moves(places, streams)
+
+
+def _warn(text: str) -> None:
+    """Warn where the pipeline is loaded: by the caller of `moving_weights`'s caller."""
+    warnings.warn(text, SlowerWarning, stacklevel=4)
 
 
 def _spelled(name: str) -> str:

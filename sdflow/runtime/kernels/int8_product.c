@@ -46,7 +46,7 @@ static int64_t tiles_of(int64_t rows, int64_t columns, int width) {
     return (rows + INT8_DOWN - 1) / INT8_DOWN * ((columns + width - 1) / width);
 }
 
-/* On an H100 narrow tiles were the quicker ones at each of 17 sizes (benchmarks/gpu/int8_products.py). */
+/* On an H100 narrow tiles were the quicker ones at each of 17 sizes (benchmarks/gpu/products.py int8). */
 static int kernel_for(void *const *kernels) { return kernels[NARROW] ? NARROW : TURING; }
 
 static Status *compute(void *op_kernel, void *context) {

@@ -29,7 +29,8 @@ class Availability:
     """Whether a target runs on this machine.
 
     provider: the execution provider that ran. reason, remedy: why it does not run, and how to fix that. emulated: whether
-    the GPU is emulated by the processor.
+    the GPU is emulated by the processor. accelerator: the hardware's name, for providers that say on which device they
+    run.
     """
 
     target: str
@@ -38,6 +39,7 @@ class Availability:
     reason: str | None = None
     remedy: str | None = None
     emulated: bool = False
+    accelerator: str | None = None
 
 
 def target_availability(names: Sequence[str] = tuple(TARGETS)) -> list[Availability]:
@@ -128,12 +130,18 @@ def loader_errors(output: str) -> str:
 
 def _main(name: str) -> None:
     from sdflow.machine.onnx_runtime import import_onnxruntime
-    from sdflow.machine.plugins import is_emulated
+    from sdflow.machine.plugins import accelerator, is_emulated
 
     try:
         target = TARGETS[name]
-        provider = try_target(target)
-        found = Availability(name, True, provider=provider, emulated=is_emulated(import_onnxruntime(target), target))
+        provider, ort = try_target(target), import_onnxruntime(target)
+        found = Availability(
+            name,
+            True,
+            provider=provider,
+            emulated=is_emulated(ort, target),
+            accelerator=accelerator(ort, target, provider),
+        )
     except TargetUnavailableError as error:
         found = Availability(name, False, reason=error.what, remedy=error.remedy)
     print(json.dumps(asdict(found)))

@@ -10,16 +10,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from sdflow.errors import SdflowError
-from sdflow.runtime.drawing.drawing import Drawing
-from sdflow.runtime.drawing.waits import Compute, Fetch
-from sdflow.serve.engine.elsewhere import Pending, start
 from sdflow.serve.engine.pace import Pace
-from sdflow.serve.engine.served_pipeline import ServedPipeline, Work, shared_steps
+from sdflow.serve.engine.running import Running
+from sdflow.serve.engine.served_pipeline import ServedPipeline, Work, halves
 from sdflow.serve.engine.shared_denoisers import SIZES_KEPT
-from sdflow.serve.engine.shared_steps import SharedSteps
 from sdflow.serve.engine.shares import Shares
 from sdflow.serve.engine.waiting import Waiting
 from sdflow.serve.jobs import Begun, Failed, Job, LoraFile, Message, Show, Turned
@@ -33,38 +30,6 @@ SHORT = 0.1
 
 Batch = tuple[int, int, float]
 """(images, batch size, seconds)."""
-
-
-@dataclass(eq=False)
-class _Running:
-    """A running image that either wants a denoising step or waits for pending work."""
-
-    job: Job
-    pipeline: ServedPipeline = field(init=False)
-    work: Work = field(init=False)
-    drawing: Drawing | None = None
-    pending: Pending | None = None
-    seconds: dict[str, float] = field(default_factory=lambda: {"begin": 0.0, "steps": 0.0, "end": 0.0})  # by stage
-    since: float = 0.0  # start of the wait
-    show: Show | None = None  # preview requested after the next step
-
-    def take_show(self) -> Show | None:
-        """Return and clear the requested preview."""
-        found, self.show = self.show, None
-        return found
-
-    @property
-    def steps(self) -> SharedSteps | None:
-        """The shared steps of the next run, if it can be shared."""
-        return None if self.drawing is None else shared_steps(self.drawing)
-
-    def next_step(self) -> Hashable:
-        """Return a key that is equal for images that can share a run."""
-        assert self.drawing is not None, "it wants a step"
-        steps, moment = self.steps, None
-        if steps is not None and steps.one_time:
-            moment = id(self.drawing.inputs.schedule), self.drawing.index
-        return self.job.pipeline, id(self.pipeline), id(steps or self), moment
 
 
 class Engine:
@@ -88,7 +53,7 @@ class Engine:
         self._places = places
         self._waiting = Waiting() if waiting is None else waiting
         self.submit = self._waiting.add
-        self._running: list[_Running] = []
+        self._running: list[Running] = []
         self._shares = Shares()
         self._overtaken = 0
         self.progress = 0
@@ -111,7 +76,7 @@ class Engine:
         return len(self._stepping)
 
     @property
-    def _stepping(self) -> list[_Running]:
+    def _stepping(self) -> list[Running]:
         return [each for each in tuple(self._running) if each.drawing is not None]
 
     def cancel(self, request: str) -> None:
@@ -141,9 +106,9 @@ class Engine:
         if stepping := self._stepping:
             group = self._next_group(stepping)
             self._finish_others(group)
-            first, steps = group[0].job, group[0].steps
+            first = group[0].job
             pace = self._pace(first)
-            size = 1 if steps is not None and steps.alone else pace.size(len(group))
+            size = _batch_size(group, pace)
             batches = self._run_batch(group[:size], size)
             if batches and own_size(first) and not first.conditioning.references:
                 others = sum(_kind(job) == _kind(first) and own_size(job) for job in self._waiting.jobs)
@@ -214,24 +179,24 @@ class Engine:
                 self._ready(other, True)
 
     def _begin(self, job: Job) -> None:
-        running = _Running(job)
+        running = Running(job)
         running.work = self._work(running)
         self._running.append(running)
         self._tell(Begun(job.request, job.index))
         self._go_on(running, "begin")
 
-    def _work(self, running: _Running) -> Work:
+    def _work(self, running: Running) -> Work:
         running.pipeline = self._find(running.job)
         return (yield from running.pipeline.draw(running.job, self._tell, running.take_show))
 
-    def _next_group(self, stepping: Sequence[_Running]) -> list[_Running]:
-        """Return the images that share the next run."""
-        groups: dict[Hashable, list[_Running]] = {}
-        for running in stepping:
-            groups.setdefault(running.next_step(), []).append(running)
-        return groups[self._shares.next({key: _flow(group[0].job) for key, group in groups.items()})]
+    def _next_group(self, stepping: Sequence[Running]) -> list[Running]:
+        """Return the images that share the next run: the oldest of a flow, and those that can run with it. Others of
+        the flow wait. Taking turns would delay all of them, and those that wait may start together."""
+        flow = self._shares.next(dict.fromkeys(_flow(running.job) for running in stepping))
+        own = [running for running in stepping if _flow(running.job) == flow]
+        return [running for running in own if running.next_step() == own[0].next_step()]
 
-    def _finish_others(self, group: Sequence[_Running]) -> None:
+    def _finish_others(self, group: Sequence[Running]) -> None:
         """Let pending work finish before a long step instead of after it. A GPU's steps are short."""
         if group[0].pipeline.base.place.stream is not None:
             return
@@ -240,9 +205,9 @@ class Engine:
             self._wait()
             self._resume()
 
-    def _run_batch(self, together: Sequence[_Running], size: int) -> list[Batch]:
+    def _run_batch(self, together: Sequence[Running], size: int) -> list[Batch]:
         """Run one batch. If it fails, out of memory for example, run its images one by one."""
-        key, begun = together[0].next_step(), time.perf_counter()
+        begun = time.perf_counter()
         try:
             together[0].pipeline.step([each.drawing for each in together if each.drawing is not None], size)
         except Exception as error:  # noqa: BLE001  (errors of ONNX Runtime and torch share no class)
@@ -253,13 +218,13 @@ class Engine:
             self._fail(together[0], error)
             return []
         seconds = time.perf_counter() - begun
-        self._shares.ran(key, _flow(together[0].job), seconds)
+        self._shares.ran(_flow(together[0].job), seconds)
         for running in together:
             running.seconds["steps"] += seconds / len(together)
             self._go_on(running, "steps")
         return [(len(together), size, seconds)]
 
-    def _no_room(self, running: _Running, size: int) -> None:
+    def _no_room(self, running: Running, size: int) -> None:
         """Record that this batch size does not fit; with reference images, whose steps are larger, only for their
         sizes."""
         if running.steps is not None and running.job.conditioning.references:
@@ -267,12 +232,12 @@ class Engine:
         else:
             self._pace(running.job).failed(size)
 
-    def _go_on(self, running: _Running, stage: str) -> None:
+    def _go_on(self, running: Running, stage: str) -> None:
         """Advance an image to its next step, its next pending work or its end."""
         begun, drawn = time.perf_counter(), None
         self.progress += 1
         try:
-            self._advance(running)
+            running.advance()
         except StopIteration as end:
             drawn = end.value
         except Exception as error:  # noqa: BLE001  (reported; unexpected errors with a traceback)
@@ -286,25 +251,13 @@ class Engine:
             self._leave(running)
             self._tell(replace(drawn, seconds=dict(running.seconds)))
 
-    def _advance(self, running: _Running) -> None:
-        """Advance the generator. Raises StopIteration with the `Drawn` message at the end."""
-        pending, running.drawing, running.pending = running.pending, None, None
-        wanted = next(running.work) if pending is None else _sent(running.work, pending)
-        while not isinstance(wanted, Drawing):
-            pending = start(wanted)
-            if not pending.done():
-                running.pending = pending
-                return
-            wanted = _sent(running.work, pending)
-        running.drawing = wanted
-
-    def _leave(self, running: _Running) -> None:
+    def _leave(self, running: Running) -> None:
         self._running.remove(running)
         self._waiting.release(running.job)
         self.progress += 1
         running.work.close()
 
-    def _fail(self, running: _Running, error: Exception) -> None:
+    def _fail(self, running: Running, error: Exception) -> None:
         self._leave(running)
         said: tuple[str, str | None, str | None] = (str(error), None, None)
         if isinstance(error, SdflowError):
@@ -314,13 +267,14 @@ class Engine:
         self._tell(Failed(running.job.request, running.job.index, type(error).__name__, *said))
 
 
-def _sent(work: Work, pending: Pending) -> Drawing | Fetch | Compute:
-    """Send the result or error of the pending work to the image's generator, and return what it waits for next."""
-    try:
-        found = pending.result()
-    except Exception as error:  # noqa: BLE001  (any error belongs to the image)
-        return work.throw(error)
-    return work.send(found)
+def _batch_size(group: Sequence[Running], pace: Pace) -> int:
+    """Return the most efficient batch size for a group, or the largest below it that is ready."""
+    drawings = [each.drawing for each in group if each.drawing is not None]
+    steps, wanted = group[0].steps, pace.size(len(group))
+    if steps is None or steps.alone:
+        return 1
+    sizes = (size for size in sorted(pace.seconds, reverse=True) if size <= wanted)
+    return next((size for size in sizes if steps.usable(size, halves(drawings[:size]))), 1)
 
 
 def own_size(job: Job) -> bool:

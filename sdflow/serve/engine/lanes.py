@@ -29,15 +29,19 @@ RESIDENT_SECONDS = 0.5
 REST_SECONDS = 10.0
 """Delay after the last large image before its memory is released."""
 
+IDLE_SECONDS = 5.0
+"""Delay after the last image before the lane does what would hold images up."""
+
 Tell = Callable[[Message], None]
 
 
 @dataclass(eq=False)
 class _Lane:
-    """rest: releases what only large images need. chores: calls to run in the lane's thread between steps."""
+    """rest, idle: see `Lanes.add`. chores: calls to run in the lane's thread between steps."""
 
     engine: Engine
     rest: Callable[[], None]
+    idle: Callable[[Callable[[], bool]], bool]
     chores: list[Callable[[], None]] = field(default_factory=list)
 
 
@@ -52,9 +56,16 @@ class Lanes:
         self._ended = False
         self._process, self._memory, self._looked = psutil.Process(), 0, 0.0
 
-    def add(self, make: Callable[[Waiting, Tell], Engine], rest: Callable[[], None] = lambda: None) -> None:
-        """Add an engine. rest: releases what only large images need; called in its thread if none came for a while."""
-        self._lanes.append(_Lane(make(self.waiting, self._pass_on), rest))
+    def add(
+        self,
+        make: Callable[[Waiting, Tell], Engine],
+        rest: Callable[[], None] = lambda: None,
+        idle: Callable[[Callable[[], bool]], bool] = lambda busy: True,
+    ) -> None:
+        """Add an engine. rest: releases what only large images need; called in its thread if none came for a while.
+        idle: does what would hold images up, once there are none; takes whether to stop, and returns whether it is
+        done."""
+        self._lanes.append(_Lane(make(self.waiting, self._pass_on), rest, idle))
 
     @property
     def engines(self) -> list[Engine]:
@@ -102,25 +113,31 @@ class Lanes:
             os._exit(1)
 
     def _run(self, lane: _Lane) -> None:
-        changed, engine, stuck = self.waiting.changed, lane.engine, False
+        changed, engine, stuck, idle = self.waiting.changed, lane.engine, False, False
         large: float | None = None
         while True:
             with changed:
                 if stuck:
                     changed.wait(WAIT_SECONDS)
-                within = None if large is None else REST_SECONDS
-                changed.wait_for(lambda: self._ended or lane.chores or engine.busy, within)
+                within = None if idle and large is None else IDLE_SECONDS
+                wanted = changed.wait_for(lambda: self._ended or lane.chores or engine.busy, within)
                 if self._ended:
                     return
                 chores, lane.chores = lane.chores, []
+            if not wanted and not self._busy():
+                idle = lane.idle(self._busy)
             for chore in chores:
                 chore()
+            idle = idle and not engine.busy
             stuck = not engine.turn()  # it waits for something that is loading
             if any(map(self._share, engine.jobs)):
                 large = time.monotonic()
             elif large is not None and time.monotonic() > large + REST_SECONDS:
                 lane.rest()
                 large = None
+
+    def _busy(self) -> bool:
+        return bool(self._ended or any(lane.engine.busy or lane.chores for lane in self._lanes))
 
     def _pass_on(self, message: Message) -> None:
         with self._one_at_a_time:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -113,27 +113,37 @@ def warm(name: str, pipeline: ServedPipeline, options: WorkerOptions) -> dict[in
     return measured_seconds(pipeline, options.batch_sizes)
 
 
-def measured_seconds(pipeline: ServedPipeline, sizes: Sequence[int] | None = None) -> dict[int, float]:
-    """Return the seconds of a denoiser run at the model's own size, for these or for all worthwhile batch sizes."""
+def measured_seconds(
+    pipeline: ServedPipeline, sizes: Sequence[int] | None = None, busy: Callable[[], bool] = lambda: False
+) -> dict[int, float]:
+    """Return the seconds of a denoiser run at the model's own size, for these or for all worthwhile batch sizes, and
+    release the memory of other sizes. busy: whether to stop before the next size, with those measured so far."""
+    from sdflow.serve.engine.shared_steps import NO_MEMORY
+
     stage, side = pipeline.base, pipeline.base.latents.size
     steps = pipeline.shared_steps(side, side)
     if steps is None:
         return {1: 1.0}
 
     def measured(size: int) -> float | None:
+        if busy():
+            return None
         with stage.place.current():
             try:
-                return steps.seconds(size, runs=MEASURED_RUNS, halves=halves, schedule=schedule)
-            except (VerificationError, RuntimeError, MemoryError):  # out of memory
-                steps.forget(size)
+                return steps.seconds(size, runs=MEASURED_RUNS, halves=halves, schedule=schedule, busy=busy)
+            except NO_MEMORY:
                 return None
 
     own = stage.defaults["text"]
     halves = 2 if stage.family.guided(stage.configs, own.guidance_scale) else 1
     schedule = stage.schedule(own.steps, (side, side), guidance_scale=None)
     if sizes is None:
-        return worthwhile_sizes(measured)
-    return {size: taken for size in sizes if (taken := measured(size)) is not None}
+        found = worthwhile_sizes(measured)
+    else:
+        found = {size: taken for size in sizes if (taken := measured(size)) is not None}
+    if not busy():
+        steps.keep(found)
+    return found
 
 
 def warm_up_job(name: str, pipeline: ServedPipeline) -> Job:

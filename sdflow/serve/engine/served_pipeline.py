@@ -126,11 +126,10 @@ class ServedPipeline:
         whole = pipeline if len(self.stages) == 1 else Ensemble(pipeline, self.stages[1])
         return type(self)(whole, self._reload, self._cuts)
 
-    def forget_batch(self, size: int) -> None:
-        """Release what batches of this many images of the model's own size hold."""
-        side = self.base.latents.size
-        if (steps := self.shared_steps(side, side)) is not None:
-            steps.forget(size)
+    def catch_up(self, busy: Callable[[], bool]) -> bool:
+        """Create the batch sizes that images lacked. busy: whether to stop. Return whether all are created."""
+        with self.base.place.current():
+            return all(denoisers.catch_up(busy) for denoisers in self._denoisers)
 
     def keep_sizes(self, pixels: int) -> None:
         """Keep sessions for several sizes as long as their total pixels stay within this limit."""
@@ -266,6 +265,11 @@ class ServedPipeline:
 def shared_steps(drawing: Drawing) -> SharedSteps | None:
     """Return the shared steps of a drawing, or None if it runs alone."""
     return drawing.denoiser.steps if isinstance(drawing.denoiser, SharedDenoiser) else None
+
+
+def halves(drawings: Sequence[Drawing]) -> int:
+    """Return the halves of guidance that a shared run of these drawings has: 2 if one of them has guidance, else 1."""
+    return max(cast(SharedDenoiser, each.denoiser).halves for each in drawings)
 
 
 def preview_steps(previews: int, runs: int) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from sdflow.errors import PassError
@@ -90,6 +90,10 @@ class SharedDenoisers(DenoiserSource):
         while len(self._made) > SIZES_KEPT or (len(self._made) > 1 and self._pixels > self.room):
             self._made.pop(next(iter(self._made)))
         return made
+
+    def catch_up(self, busy: Callable[[], bool]) -> bool:
+        """Create the batch sizes that images lacked; see `SharedSteps.catch_up`."""
+        return all(steps.catch_up(busy) for steps in self._made.values())
 
     def forget_large(self, most: int) -> None:
         """Drop sizes with more latent pixels than this."""

@@ -8,11 +8,12 @@ both rows, and only the second output is used.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sdflow.errors import PassError
+from sdflow.errors import PassError, VerificationError
 from sdflow.models.ports import Role
 from sdflow.onnx_model.nodes import in_order
 from sdflow.runtime.denoiser.denoiser import DenoiserInputs
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
 
 TABLES_KEPT = 16
 QUEUED_RUNS = 4
+
+LACKED_RUNS = 64
+"""Runs that lacked a batch size before it is created while images wait, as on a server that is never idle."""
+
+NO_MEMORY = VerificationError, RuntimeError, MemoryError
+"""What a run that does not fit in memory raises."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +89,8 @@ class SharedSteps:
         """Whether the graph has a single timestep for the batch. Known after the first batch of several images."""
         self._tables: list[tuple[Schedule, torch.Tensor]] = []
         self._forms: dict[tuple[int, int], _Form] = {}
+        self._lacked: Counter[tuple[int, int]] = Counter()
+        self._impossible: set[tuple[int, int]] = set()
 
     def texts(self, conditions: Mapping[str, torch.Tensor], halves: int) -> Texts:
         """Run the text part for the conditions of one image with `halves` rows."""
@@ -128,25 +137,49 @@ class SharedSteps:
         self.one_time |= made.one_time
         return made
 
+    def usable(self, size: int, halves: int) -> bool:
+        """Whether a batch of this size runs without creating a session, which takes seconds on a GPU. If not, note that
+        it is lacking, for `catch_up`."""
+        if size == 1 or (size, halves) in self._forms:
+            return True
+        if (size, halves) in self._impossible:
+            return False
+        self._lacked[size, halves] += 1
+        return self._lacked[size, halves] > LACKED_RUNS
+
+    def catch_up(self, busy: Callable[[], bool]) -> bool:
+        """Create the batch sizes that were lacking, as far as they fit in memory. busy: whether to stop. Return whether
+        none is lacking."""
+        import torch
+
+        while self._lacked and not busy():
+            (size, halves), _ = self._lacked.popitem()
+            try:
+                with torch.no_grad():
+                    self.run(self._blank_steps(size, halves, self._tables[-1][1]), size)
+            except NO_MEMORY:
+                self._forms.pop((size, halves), None)
+                self._impossible.add((size, halves))
+        return not self._lacked
+
     def _cut(self, batch: int, *, guidance: bool) -> Parts:
         sizes = {**self.sizes, "batch": batch}
         return self._cuts.of(self._path, sizes, moving=self.moving, guidance=guidance, edits=self._model.edits)
 
-    def seconds(self, size: int, *, runs: int, halves: int, schedule: Schedule) -> float:
-        """Return the fastest of several runs of a batch of this size, in seconds. Raises like `run`."""
+    def seconds(
+        self, size: int, *, runs: int, halves: int, schedule: Schedule, busy: Callable[[], bool] = lambda: False
+    ) -> float:
+        """Return the fastest of several runs of a batch of this size, in seconds. busy: whether to stop early. Raises
+        like `run`."""
         import torch
 
         # On a device, the next run is queued while one executes.
         in_a_row = 1 if self._model.place.stream is None else QUEUED_RUNS
         with torch.no_grad():
-            shapes = self._model.shapes({**self.sizes, "batch": halves})
-            latents, _ = shapes.pop(self.moving.latents), shapes.pop(self.moving.timestep)
-            given = {name: torch.zeros(shape) for name, shape in shapes.items()}
-            sample, times = torch.randn(latents[1:], device=self._model.place.device), self.times(schedule)
-            batch = [Step(sample, self.texts(given, halves), times, 0) for _ in range(size)]
+            batch = self._blank_steps(size, halves, self.times(schedule))
             self.run(batch, size)
-            taken = []
-            for _ in range(runs):
+            taken = list[float]()
+            while not taken or (len(taken) < runs and not busy()):
                 begun = time.perf_counter()
                 for _ in range(in_a_row):
                     found = self.run(batch, size)
@@ -154,9 +187,18 @@ class SharedSteps:
                 taken.append((time.perf_counter() - begun) / in_a_row)
         return min(taken)
 
-    def forget(self, size: int) -> None:
-        """Release the memory of batches of this size."""
-        self._forms = {key: form for key, form in self._forms.items() if key[0] != size}
+    def _blank_steps(self, size: int, halves: int, times: torch.Tensor) -> list[Step]:
+        import torch
+
+        shapes = self._model.shapes({**self.sizes, "batch": halves})
+        latents, _ = shapes.pop(self.moving.latents), shapes.pop(self.moving.timestep)
+        given = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        sample = torch.randn(latents[1:], device=self._model.place.device)
+        return [Step(sample, self.texts(given, halves), times, 0) for _ in range(size)]
+
+    def keep(self, sizes: Collection[int]) -> None:
+        """Release the memory of batches of other sizes."""
+        self._forms = {key: form for key, form in self._forms.items() if key[0] in sizes}
 
 
 class SharedDenoiser:
@@ -165,7 +207,7 @@ class SharedDenoiser:
 
     def __init__(self, steps: SharedSteps, halves: int) -> None:
         """halves: 2 with guidance, else 1."""
-        self.steps, self._halves = steps, halves
+        self.steps, self.halves = steps, halves
         self._held: tuple[DenoiserInputs, Texts, torch.Tensor] | None = None
 
     def run(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> torch.Tensor:
@@ -176,7 +218,7 @@ class SharedDenoiser:
         import torch
 
         if self._held is None or self._held[0] is not inputs:
-            texts = self.steps.texts(inputs.conditions, self._halves)
+            texts = self.steps.texts(inputs.conditions, self.halves)
             self._held = inputs, texts, self.steps.times(inputs.schedule)
         _, texts, times = self._held
         sample = latents if inputs.context is None else torch.cat([latents, inputs.context], dim=1)

@@ -47,13 +47,15 @@ class Listening:
 def serve(settings: Settings, where: Listening, started: Callable[[str, int], None] = lambda url, port: None) -> None:
     """Serve until SIGTERM or Ctrl-C, then finish current requests.
 
-    started: called with the URL and the port. Raises UsageError if the port is in use or the TLS files cannot be read.
+    started: called with the URL and the port. Raises UsageError if the port is in use or the TLS files cannot be used.
     """
     import uvicorn
 
     from sdflow.serve.http.app import make_app
     from sdflow.serve.http.connection import Connection
 
+    if where.certificate is None and where.certificate_key is not None:
+        raise UsageError("there is no certificate for this key", where="--ssl-keyfile", remedy="Add --ssl-certfile.")
     listening = listen(where.host, where.port)
     found = listening.getsockname()[1]
     os.environ.update({name: os.environ.get(name, value) for name, value in SILENT.items()})

@@ -20,7 +20,6 @@ from ray import serve
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, TaskCancelledError
 
 from sdflow.serve.http.app import Hear, make_app
-from sdflow.serve.http.server import DRAIN_SECONDS
 from sdflow.serve.http.settings import Settings
 from sdflow.serve.jobs import (
     Begun,
@@ -76,7 +75,7 @@ def application(settings: Settings, spread: Spread) -> Any:
         Replica,
         name=REPLICAS,
         max_ongoing_requests=2 * spread.queue,
-        graceful_shutdown_timeout_s=DRAIN_SECONDS,
+        graceful_shutdown_timeout_s=spread.drain,
         health_check_period_s=5,
         ray_actor_options={"num_cpus": settings.worker.threads or 1, "num_gpus": spread.gpus},
         logging_config=QUIET,
@@ -87,7 +86,7 @@ def application(settings: Settings, spread: Spread) -> Any:
         name="Front",
         num_replicas=1,
         max_ongoing_requests=REQUESTS,
-        graceful_shutdown_timeout_s=DRAIN_SECONDS,
+        graceful_shutdown_timeout_s=spread.drain,
         ray_actor_options={"num_cpus": 0},
         logging_config=QUIET,
     ).bind(replicas)
@@ -198,6 +197,7 @@ class ReplicaLine:
             return
         if isinstance(message, Begun):
             self._open[job.request, job.index] = True
+            self._count(())
         if isinstance(message, OfImage):
             self._hear(replace(message, request=job.request, index=job.index))
 

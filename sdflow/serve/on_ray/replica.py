@@ -17,6 +17,7 @@ from ray import serve
 
 from sdflow.serve.http.server import SILENT
 from sdflow.serve.jobs import Cancel, Drawn, Failed, Forget, Job, Lost, Message, OfImage, Ready, Turned, WorkerOptions
+from sdflow.serve.on_ray.progress import Progress
 from sdflow.serve.worker.worker import WorkerLine
 
 LORAS_HELD = 32
@@ -46,6 +47,7 @@ class Replica:
         self._lost: Lost | None = None
         self._forgotten: frozenset[tuple[str, str]] = frozenset()
         self._heard = asyncio.Event()
+        self._progress = Progress()
         self._name = serve.get_replica_context().replica_id.unique_id
 
         def hear(message: Message) -> None:
@@ -93,6 +95,7 @@ class Replica:
                 yield replace(message, replica=self._name) if isinstance(message, Drawn) else message
         finally:
             del self._requests[job.request]
+            self._progress.ended(job.request)
             if not ended:
                 self._line.send(Cancel(job.request))
 
@@ -113,9 +116,9 @@ class Replica:
             for queue in self._requests.values():
                 queue.put_nowait(message)
         elif isinstance(message, Turned):
-            for queue in list(self._requests.values())[:1]:  # only one: the front counts them
-                queue.put_nowait(message)
-        elif isinstance(message, OfImage) and message.request in self._requests:
+            if (report := self._progress.turned(message, bool(self._requests))) is not None:
+                next(iter(self._requests.values())).put_nowait(report)  # only one: the front adds them up
+        elif isinstance(message, OfImage) and message.request in self._requests and self._progress.due(message):
             self._requests[message.request].put_nowait(message)
 
 

@@ -9,6 +9,7 @@ from sdflow.errors import UsageError
 from sdflow.machine.memory import HOST
 from sdflow.manifest import Manifest
 from sdflow.processes.on_ray.cluster import ray_address
+from sdflow.serve.http.server import DRAIN_SECONDS
 from sdflow.targets import find_target
 
 NAME = "sdflow"
@@ -25,6 +26,7 @@ class Spread:
     gpus: float = 0.0  # per replica; 0.5 shares one, and its memory, between two
     queue: int = 4  # images per replica above which another one starts
     take_over: bool = False  # replace a running application of the same name
+    drain: float = DRAIN_SECONDS  # seconds that current requests may continue when it is taken down
 
 
 def with_gpus(spread: Spread, gpus: float | None, pipelines: Iterable[Manifest]) -> Spread:
@@ -51,9 +53,18 @@ def with_gpus(spread: Spread, gpus: float | None, pipelines: Iterable[Manifest])
 
 
 def read_spread(
-    on: str | None, port: int, replicas: str | None, gpus: float | None, queue: int | None, take_over: bool
+    on: str | None,
+    port: int,
+    replicas: str | None,
+    gpus: float | None,
+    queue: int | None,
+    take_over: bool,
+    *,
+    drain: float = DRAIN_SECONDS,
+    tls: bool = False,
 ) -> Spread | None:
-    """Read the options; None means this machine. gpus: see `with_gpus`. Raises UsageError for options that conflict."""
+    """Read the options; None means this machine. gpus: see `with_gpus`. tls: whether HTTPS is wanted. Raises UsageError
+    for options that conflict."""
     if on is None:
         if replicas is not None or gpus is not None or queue is not None or take_over:
             raise UsageError(
@@ -69,7 +80,11 @@ def read_spread(
         )
     if port == 0:
         raise UsageError("Ray Serve finds no free port", where="--port", remedy="Name one.")
-    return Spread(address, *read_replicas(replicas or "1"), gpus or 0.0, queue or 4, take_over)
+    if tls:
+        raise UsageError(
+            "Ray Serve's proxy does not serve HTTPS", where="--ssl-certfile", remedy="Use a proxy in front of it."
+        )
+    return Spread(address, *read_replicas(replicas or "1"), gpus or 0.0, queue or 4, take_over, drain)
 
 
 def read_replicas(text: str) -> tuple[int, int]:

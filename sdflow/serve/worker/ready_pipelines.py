@@ -85,6 +85,10 @@ class ReadyPipelines:
         for each in (self.base, *self._loras.there):
             each.rest()
 
+    def catch_up(self, busy: Callable[[], bool]) -> bool:
+        """Create the batch sizes that images lacked. busy: whether to stop. Return whether all are created."""
+        return all(each.catch_up(busy) for each in (self.base, *self._loras.there))
+
     def close(self) -> None:
         """Stop the background thread when the pipeline is unloaded."""
         self._pool.shutdown(wait=False, cancel_futures=True)

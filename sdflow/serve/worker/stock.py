@@ -21,7 +21,7 @@ from sdflow.machine.memory import trim
 from sdflow.serve.engine import loading
 from sdflow.serve.engine.engine import Engine
 from sdflow.serve.engine.lanes import Lanes
-from sdflow.serve.engine.loading import LoadedLane, Room, folder_bytes, warm
+from sdflow.serve.engine.loading import LoadedLane, Room, folder_bytes, measured_seconds, warm
 from sdflow.serve.engine.pace import Pace
 from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.engine.waiting import Waiting
@@ -65,7 +65,7 @@ class Stock:
         for name in list(loaded[0].pipelines):
             self._keep(name, [each.pipelines[name] for each in loaded], [each.seconds[name] for each in loaded])
         for lane in self._lanes:
-            self.lanes.add(partial(self._engine, lane), partial(self._rest, lane))
+            self.lanes.add(partial(self._engine, lane), partial(self._rest, lane), partial(self._idle, lane))
 
     def _engine(self, lane: _Lane, waiting: Waiting, tell: Callable[[Message], None]) -> Engine:
         ready = partial(self.is_ready, lane)
@@ -223,7 +223,7 @@ class Stock:
                 job = loading.warm_up_job(name, pipeline)
                 found.prepare(job, list(measured), partial(warm, name, options=options))
             again = options.batch_sizes is None and pipeline.why_alone is None
-            kept.append((found, Pace(measured, again=again, forget=pipeline.forget_batch)))
+            kept.append((found, Pace(measured, again=again)))
         with self._lock:
             for lane, pipeline, (found, pace) in zip(self._lanes, made, kept, strict=True):
                 lane.loaded.pipelines[name], lane.paces[name], lane.ready[name] = pipeline, pace, found
@@ -254,6 +254,22 @@ class Stock:
         for each in every:
             each.rest()
         _free()
+
+    def _idle(self, lane: _Lane, busy: Callable[[], bool]) -> bool:
+        """Create the batch sizes that images lacked, and measure them again if images had to wait. Return whether it
+        was done before there were new images."""
+        with self._lock:
+            every = dict(lane.ready)
+        for name, ready in every.items():
+            if self.loading or not ready.catch_up(busy):
+                return False
+            if lane.paces[name].due:
+                seconds = measured_seconds(ready.base, busy=busy)
+                if busy() or not seconds:
+                    return False
+                lane.paces[name].measured(seconds)
+                log_line("measured", pipeline=name, batch_seconds=seconds)
+        return True
 
     def _add(self, order: Load) -> None:
         before, found, said = self._folders.get(order.name), None, "it was removed while it was loading"
