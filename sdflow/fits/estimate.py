@@ -70,8 +70,8 @@ class MemoryNeed:
     whole_decoder: int = 0
 
     @property
-    def outside(self) -> int:
-        """Bytes outside the pipeline: of libraries and the context, or of the process."""
+    def beside(self) -> int:
+        """Bytes beside the pipeline: of libraries and the context, or of the process."""
         return HOST_PROCESS if self.target == HOST else CONTEXT + LIBRARIES
 
     @property
@@ -83,12 +83,12 @@ class MemoryNeed:
         """Peak in bytes; of "streamed", the smallest possible."""
         found = self.submodels
         if way == "resident":
-            return self.outside + self.weights + sum(each.working for each in found.values())
+            return self.beside + self.weights + sum(each.working for each in found.values())
         if way == "streamed":
             most = max(each.weights - each.streamable for each in found.values())
             return CONTEXT + self._planned_to_stream + most
         kept = 0 if self.low_memory else found[self.denoiser].working
-        return self.outside + max(
+        return self.beside + max(
             each.weights + each.working + (0 if name == self.denoiser else kept)
             for name, each in found.items()
             if self.low_memory or name != self.decoder  # the decoder works in tiles if necessary
@@ -151,7 +151,7 @@ class MemoryNeed:
         if self.low_memory:
             return False
         others = self.weights if way == "resident" else self.submodels[self.decoder].weights
-        free = available - self.outside - others - self.submodels[self.denoiser].working
+        free = available - self.beside - others - self.submodels[self.denoiser].working
         return self.whole_decoder > VAE_SHARE * free
 
 
