@@ -71,7 +71,7 @@ class MemoryNeed:
 
     @property
     def beside(self) -> int:
-        """Bytes beside the pipeline: of libraries and the context, or of the process."""
+        """Bytes outside the pipeline: of libraries and the context, or of the process."""
         return HOST_PROCESS if self.target == HOST else CONTEXT + LIBRARIES
 
     @property
