@@ -6,9 +6,9 @@ fit.
 PIPELINE: with weights (benchmarks/gpu/with_weights.py). Each variant runs in a separate process. In the second, memory
 is reserved so that only --gb of the device are free at its start, including CUDA's context: the device itself sets the
 limit. The latents of both must be bit-identical. Submodels that do not fit by themselves are streamed; what is printed
-includes the time of these copies alone. The image may differ if the VAE is tiled. The second process imports while the
-first one draws, and both say on stderr what the device's memory holds before and after each part of an image, and when one
-fails.
+says how long these copies take alone, what a step computes, and what of the copies it does not hide (stream_times.py).
+The image may differ if the VAE is tiled. The second process imports while the first one draws, and both say on stderr what
+the device's memory holds before and after each part of an image, and when one fails.
 """
 
 from __future__ import annotations
@@ -19,56 +19,18 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from stream_times import Watch, copied_per_second, memories, report, streamed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 GO = "go\n"
-
-
-def copied_per_second() -> float:
-    """Bytes, from page-locked memory of the host to the device."""
-    import torch
-
-    host, device = (
-        torch.empty(1 << 30, dtype=torch.uint8).pin_memory(),
-        torch.empty(1 << 30, dtype=torch.uint8, device="cuda"),
-    )
-    best = 0.0
-    for _ in range(4):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        device.copy_(host, non_blocking=True)
-        torch.cuda.synchronize()
-        best = max(best, host.nbytes / (time.perf_counter() - begun))
-    return best
-
-
-def streamed(pipeline: Any) -> dict[str, Any]:
-    """Submodel -> what its plan says, and the bytes of values that ONNX Runtime let no operator pass in place."""
-    import ctypes
-
-    from sdflow.runtime.kernels.library import operator_library
-
-    plans = {name: each.weights.plan for name, each in pipeline.submodels.items() if each.weights is not None}
-    found: dict[str, Any] = {
-        name: {
-            "resident": plan.resident,
-            "streamed": plan.size,
-            "per_run": plan.per_run,
-            "weights": len(plan.streamed),
-            "buffer": plan.buffers.size,
-        }
-        for name, plan in plans.items()
-        if plan is not None
-    }
-    if found:
-        moved = ctypes.CDLL(str(operator_library())).sdflow_moved_bytes
-        moved.restype = ctypes.c_int64
-        found["moved_bytes"] = moved()
-    return found
 
 
 class Memory:
@@ -87,14 +49,14 @@ class Memory:
         self.least = min(self.least, free)
         submodels = {} if self.pipeline is None else self.pipeline.submodels
         weights = {
-            name: each.weights.resident.weights.size
+            name: each.weights.resident.weights.size - each.weights.resident.weights.missing
             for name, each in submodels.items()
-            if each.weights is not None and each.weights.resident is not None and each.weights.resident.weights.present
+            if each.weights is not None and each.weights.resident is not None
         }
         by_torch = torch.cuda.memory_reserved() - self.held
         others = self.at_first - self.held - free - sum(weights.values()) - by_torch
         parts = {**weights, "torch (with stream buffers)": by_torch, "arenas and libraries": others}
-        held = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+        held = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items() if size)
         seconds = time.perf_counter() - self._begun
         print(f"memory {seconds:6.2f} s {stage}: {free / 1e9:.2f} GB free; {held}", file=sys.stderr, flush=True)
 
@@ -124,6 +86,11 @@ def child(options: argparse.Namespace, latents: Path) -> None:
         raise
     if speed is not None:
         found |= {"copied_per_second": speed, "streams": streamed(memory.pipeline)}
+        try:
+            found["memories"] = memories(memory.pipeline)
+        except RuntimeError:  # CUDA's; the images' times are worth keeping
+            traceback.print_exc()
+            found["memories"] = {}
     print(json.dumps(found))
 
 
@@ -142,10 +109,11 @@ def drawn(options: argparse.Namespace, latents: Path, memory: Memory) -> dict[st
         torch.cuda.synchronize()
         return time.perf_counter() - since
 
+    step_ms: list[float] = []
     for number in range(options.images + 1):
         memory.tell(f"image {number}: before the text")
         begun = time.perf_counter()
-        with pipeline.place.current():
+        with pipeline.place.current(), nullcontext() if number else Watch() as watch:
             drawing = pipeline.drawing(
                 f"a red fox in the snow, number {number}",
                 height=options.size,
@@ -156,34 +124,30 @@ def drawn(options: argparse.Namespace, latents: Path, memory: Memory) -> dict[st
             )
             text = passed(begun)
             memory.tell(f"image {number}: after the text")
-            drawing.run(lambda *_: memory.tell("after a step"))
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(drawing.runs + 1)]
+            events[0].record()
+            drawing.run(lambda index, *_, events=events: events[index + 1].record())
             last = drawing.latents().float().cpu().numpy()
             steps = passed(begun)
+            memory.tell(f"image {number}: after {len(events) - 1} steps")
             made = drawing.finish("np").images
         seconds.append(passed(begun))
         parts.append({"text_s": text, "steps_s": steps - text, "decode_s": seconds[-1] - steps})
         memory.tell(f"image {number}: decoded")
+        step_ms = [one.elapsed_time(next_) for one, next_ in pairwise(events)]
+        if watch is not None and watch.least >= 0:
+            memory.least = min(memory.least, watch.least)
+            print(f"memory: at least {watch.least / 1e9:.2f} GB were free during the first image", file=sys.stderr)
     np.savez(latents, latents=last, image=made)
     most = memory.at_first - memory.least - memory.held
-    return {"load_s": loaded, "first_s": seconds[0], "image_s": min(seconds[1:]), "bytes": most, "parts": parts[-1]}
-
-
-def bound(found: dict[str, Any], steps: int) -> None:
-    """Print how long the copies of the streamed weights alone take."""
-    speed = found["fit"]["copied_per_second"]
-    print(f"copies from the host: {speed / 1e9:.1f} GB/s")
-    for name, each in found["fit"]["streams"].items():
-        if name == "moved_bytes":
-            print(f"values moved because they were not passed in place: {each} bytes (expected: 0)")
-            continue
-        print(
-            f"{name}: {each['resident'] / 1e9:.2f} GB stay, {each['streamed'] / 1e9:.2f} GB are streamed, "
-            f"{each['per_run'] / 1e9:.2f} GB of them in every run: {each['per_run'] / speed * 1000:.0f} ms"
-        )
-    for way in ("all", "fit"):
-        print(
-            f"{way}: {found[way]['parts']['steps_s'] / steps * 1000:.1f} ms a step, {found[way]['bytes'] / 1e9:.2f} GB"
-        )
+    return {
+        "load_s": loaded,
+        "first_s": seconds[0],
+        "image_s": min(seconds[1:]),
+        "bytes": most,
+        "parts": parts[-1],
+        "step_ms": step_ms,
+    }
 
 
 def main() -> None:
@@ -227,7 +191,7 @@ def main() -> None:
             found["distance"] = {name: float(np.abs(a[name] - b[name]).max()) for name in a.files}
             found["ratio"] = {"image": found["fit"]["image_s"] / found["all"]["image_s"]}
             found["ratio"]["steps"] = found["fit"]["parts"]["steps_s"] / found["all"]["parts"]["steps_s"]
-            bound(found, options.steps)
+            report(found)
             print(found["same"], found["distance"], found["ratio"])
     if options.json:
         options.json.write_text(json.dumps({**vars(options), **found}, default=str, indent=1))

@@ -58,7 +58,7 @@ class MemoryNeed:
     """Memory for one text-to-image generation. submodels: those it needs. unknown: submodels of unknown size, counted
     as zero.
     size: height and width of the image. planned: memory that `--keep fit` counts besides the weights. whole_decoder:
-    expected working memory of the untiled VAE decoder."""
+    expected working memory of the untiled VAE decoder. nets: the ControlNets among the submodels."""
 
     target: str
     submodels: dict[str, SubmodelMemory]
@@ -68,6 +68,7 @@ class MemoryNeed:
     planned: int
     unknown: tuple[str, ...] = ()
     whole_decoder: int = 0
+    nets: tuple[str, ...] = ()
 
     @property
     def beside(self) -> int:
@@ -87,9 +88,9 @@ class MemoryNeed:
         if way == "streamed":
             most = max(each.weights - each.streamable for each in found.values())
             return CONTEXT + self._planned_to_stream + most
-        kept = 0 if self.low_memory else found[self.denoiser].working
+        kept = 0 if self.low_memory else self._kept
         return self.beside + max(
-            each.weights + each.working + (0 if name == self.denoiser else kept)
+            each.weights + kept + (0 if kept and name in (self.denoiser, *self.nets) else each.working)
             for name, each in found.items()
             if self.low_memory or name != self.decoder  # the decoder works in tiles if necessary
         )
@@ -100,10 +101,15 @@ class MemoryNeed:
         return self.target != "cuda"
 
     @property
+    def _kept(self) -> int:
+        """Working memory that sessions of the denoiser and its ControlNets keep between runs."""
+        return sum(self.submodels[name].working for name in (self.denoiser, *self.nets))
+
+    @property
     def _retained(self) -> int:
         """Bytes that `--keep fit` keeps free besides weights that take turns; weights of larger submodels are streamed
         (`sdflow.runtime.drawing.turns`)."""
-        return reserved(self.submodels[self.denoiser].working)
+        return reserved(self._kept)
 
     @property
     def _planned_to_stream(self) -> int:
@@ -151,7 +157,7 @@ class MemoryNeed:
         if self.low_memory:
             return False
         others = self.weights if way == "resident" else self.submodels[self.decoder].weights
-        free = available - self.beside - others - self.submodels[self.denoiser].working
+        free = available - self.beside - others - self._kept
         return self.whole_decoder > VAE_SHARE * free
 
 
@@ -187,6 +193,7 @@ def memory_need(pipeline: PipelineSpec, checkpoint: Checkpoint) -> MemoryNeed:
         drawing_bytes(family, configs, side, device=device),
         tuple(unknown),
         int(working_bytes(family, family.decoder, configs[family.decoder], side, device) * factor),
+        tuple(family.nets(configs).values()),
     )
 
 

@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, Literal
 
+from sdflow.onnx_model.float8 import UNIT
+from sdflow.onnx_model.float8 import WIDEST as WIDEST_FP8
 from sdflow.onnx_model.int8 import UNIT_IN, UNIT_OUT, WIDEST
 from sdflow.passes.registry import OWN
 
@@ -61,7 +63,8 @@ class LowBits:
 
 def _fp8_takes(name: str, shape: Shape, options: Options) -> bool:
     large = prod(shape) >= options.get("smallest", 1 << 20)
-    return large and all(side % 16 == 0 for side in shape) and not OF_IMAGE.search(name)
+    fits = all(side % UNIT == 0 for side in shape) and shape[1] <= WIDEST_FP8
+    return large and fits and not OF_IMAGE.search(name)
 
 
 def _int8_takes(name: str, shape: Shape, options: Options) -> bool:

@@ -48,8 +48,12 @@ class _Access(ctypes.Structure):
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
+PIECE = 1 << 28
+"""Bytes that are mapped at once, except for the last of a range."""
+
+
 class AddressRange:
-    """Device addresses, with or without memory mapped. Not thread-safe.
+    """Device addresses; memory is mapped to them from the beginning on, in pieces. Not thread-safe.
 
     Newly mapped memory is uninitialized. Accessing unmapped addresses makes the device unusable for the process.
     """
@@ -62,39 +66,47 @@ class AddressRange:
         import torch
 
         torch.cuda.synchronize(device)  # makes the device's context current in this thread
-        self._address, self._handle, self._filled = ctypes.c_uint64(), ctypes.c_uint64(), False
+        self._address, self._pieces = ctypes.c_uint64(), list[tuple[int, ctypes.c_uint64]]()
         self._location = _Location(_DEVICE, device)
         self._properties = _Properties(type=_PINNED, location=self._location)
         granularity = ctypes.c_size_t()
         _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._properties), 0)
         self.size = -(-size // granularity.value) * granularity.value
+        self._piece = -(-PIECE // granularity.value) * granularity.value
+        self.filled = 0
+        """Bytes from the beginning to which memory is mapped."""
         nowhere = ctypes.c_uint64(0)
         _call("cuMemAddressReserve", ctypes.byref(self._address), *_sizes(self.size, 0), nowhere, ctypes.c_uint64(0))
 
-    @property
-    def filled(self) -> bool:
-        """Whether memory is mapped."""
-        return self._filled
-
-    def fill(self) -> None:
-        """Map memory. Raises torch.cuda.OutOfMemoryError if the device has too little."""
+    def fill_piece(self) -> int:
+        """Map memory to the next piece of the addresses; return its size. Raises torch.cuda.OutOfMemoryError if the
+        device has too little."""
+        size, at, handle = min(self._piece, self.size - self.filled), self._at(self.filled), ctypes.c_uint64()
         no_flags = ctypes.c_uint64(0)
-        _call("cuMemCreate", ctypes.byref(self._handle), *_sizes(self.size), ctypes.byref(self._properties), no_flags)
+        _call("cuMemCreate", ctypes.byref(handle), *_sizes(size), ctypes.byref(self._properties), no_flags)
         access = _Access(self._location, _READ_AND_WRITE)
         with ExitStack() as undo:
-            undo.callback(_call, "cuMemRelease", self._handle)
-            _call("cuMemMap", self._address, *_sizes(self.size, 0), self._handle, no_flags)
-            undo.callback(_call, "cuMemUnmap", self._address, *_sizes(self.size))
-            _call("cuMemSetAccess", self._address, *_sizes(self.size), ctypes.byref(access), *_sizes(1))
+            undo.callback(_call, "cuMemRelease", handle)
+            _call("cuMemMap", at, *_sizes(size, 0), handle, no_flags)
+            undo.callback(_call, "cuMemUnmap", at, *_sizes(size))
+            _call("cuMemSetAccess", at, *_sizes(size), ctypes.byref(access), *_sizes(1))
             undo.pop_all()
-        self._filled = True
+        self._pieces.append((size, handle))
+        self.filled += size
+        return size
 
-    def empty(self) -> None:
-        """Return the memory to the device. All work queued on it must have finished."""
-        if self._filled:
-            self._filled = False
-            _call("cuMemUnmap", self._address, *_sizes(self.size))
-            _call("cuMemRelease", self._handle)
+    def empty(self, wanted: int | None = None) -> None:
+        """Return at least this many bytes, from the end of what is mapped, to the device; None: all. All work queued on
+        them must have finished."""
+        rest = 0 if wanted is None else max(0, self.filled - wanted)
+        while self.filled > rest:
+            size, handle = self._pieces.pop()
+            self.filled -= size
+            _call("cuMemUnmap", self._at(self.filled), *_sizes(size))
+            _call("cuMemRelease", handle)
+
+    def _at(self, offset: int) -> ctypes.c_uint64:
+        return ctypes.c_uint64(int(self._address.value) + offset)
 
     def __del__(self) -> None:
         if not sys.is_finalizing() and self._address.value:
@@ -105,10 +117,10 @@ class AddressRange:
             _call("cuMemAddressFree", self._address, *_sizes(self.size))
 
     def bytes(self) -> torch.Tensor:
-        """Return a uint8 tensor of the memory. It keeps the addresses reserved, but not the memory mapped."""
+        """Return a uint8 tensor of all the addresses. It keeps them reserved, but not the memory mapped."""
         import torch
 
-        assert self._filled, "torch asks the driver whose memory it is"
+        assert self.filled, "torch asks the driver whose memory it is"
         return torch.as_tensor(_ArrayInterface(self, int(self._address.value)), device=f"cuda:{self._location.id}")
 
 

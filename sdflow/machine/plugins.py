@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sdflow.errors import TargetUnavailableError
-from sdflow.machine.device import cuda_device, processor
+from sdflow.machine.device import nvidia_gpu, processor
 from sdflow.machine.onnx_runtime import onnxruntime_errors
 from sdflow.machine.webgpu import missing_device
 from sdflow.targets import WEBGPU_PROVIDER, Target
@@ -118,17 +118,17 @@ def accelerator(ort: Any, target: Target, provider: str | None) -> str | None:
         return None
     if provider == WEBGPU_PROVIDER and _kind(found[0]) == "CPU":
         return f"GPU emulated by {processor()}"
-    return _device_name(found[0])
+    return device_title(found[0])
 
 
-def _device_name(device: Any) -> str:
-    """Return Windows' description of a device, CUDA's name of an NVIDIA GPU, or else the PCI vendor and device."""
+def device_title(device: Any) -> str:
+    """Return a device's name by Windows or NVIDIA's driver, or else its PCI vendor and device."""
     told = {**device.device.metadata, **device.ep_metadata}
     number = device.device.vendor_id
     if described := str(told.get("Description") or "").strip():
         return described
-    if number == _NVIDIA and _kind(device) == "GPU" and (named := cuda_device().get("accelerator")):
-        return str(named)
+    if number == _NVIDIA and _kind(device) == "GPU" and (named := nvidia_gpu()):
+        return named
     vendor = str(device.device.vendor or "").strip() or _VENDORS.get(number) or f"vendor {number:#06x}"
     return f"{vendor} {_kind(device)} {device.device.device_id:#06x}"
 

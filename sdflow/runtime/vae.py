@@ -11,6 +11,7 @@ from sdflow.families.shared.latents import Latents
 from sdflow.machine.memory import available_bytes
 from sdflow.models.ports import Role
 from sdflow.models.vae_half import DecoderHalf
+from sdflow.runtime.sessions.residency import HEADROOM
 from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.runtime.sessions.working_bytes import row_bytes
 from sdflow.units import spell_bytes
@@ -52,15 +53,15 @@ def tile_side(half: Submodel, rows: int, columns: int, scale: int, tiles: bool |
     wanted = _wanted(half, rows, columns)
     if wanted <= max(ALWAYS_THERE, half.reached):
         return None
-    if half.residency is not None:
-        half.residency.make_room(int(wanted / SHARE))
     free = SHARE * _room(half)
-    if wanted <= free:
-        return None
     side = own
     while side // 2 >= LEAST_TILE and _wanted(half, side // scale, side // scale) > free:
         side //= 2
-    return side if max(rows, columns) * scale > side else None
+    tiled = wanted > free and max(rows, columns) * scale > side
+    if half.residency is not None:
+        least = _wanted(half, side // scale, side // scale) if tiled else wanted
+        half.residency.make_room(int(least / SHARE) + HEADROOM)
+    return side if tiled else None
 
 
 def decode(
@@ -136,8 +137,8 @@ def _wanted(half: Submodel, rows: int, columns: int) -> int:
 
 
 def _room(half: Submodel) -> int:
-    """Return the bytes still available on the half's device."""
-    return available_bytes(half.place.device) if half.residency is None else half.residency.room()
+    """Return the bytes available on the half's device, once all weights that can leave it have left."""
+    return available_bytes(half.place.device) if half.residency is None else half.residency.reachable()
 
 
 def _reached(half: Submodel, rows: int, columns: int) -> None:

@@ -6,6 +6,7 @@ threads.h, .cpp          a launch's blocks and threads
 hopper.h, .cpp           what hopper.cuh has on a GPU
 operators.cpp            what the operators use of ONNX Runtime and of CUDA's driver; runs one
 cublaslt.h, .cpp         what they use of cuBLASLt
+memory_driver.c          the driver's calls for virtual memory (tests/machine/test_cuda_memory.py)
 """
 
 from __future__ import annotations

@@ -94,6 +94,14 @@ def test_the_manual_has_the_same_figures() -> None:
         ]
 
 
+def test_what_a_controlnet_keeps_counts_where_weights_take_turns_or_are_streamed() -> None:
+    plain, controlled = need("sdxl"), need("sdxl", "controlnets={edges: synthetic:sdxl}")
+    (net,) = (controlled.submodels[name] for name in controlled.nets)
+    assert net.working > 0 and not plain.nets
+    assert controlled.peak("turns") - plain.peak("turns") == net.working
+    assert controlled.streamed(6 * 10**9) - plain.streamed(6 * 10**9) == net.working
+
+
 @pytest.mark.parametrize("base", ["sd15", "sdxl", "flux2_klein"])
 def test_turns_take_less_than_resident_weights(base: str) -> None:
     found = memory_need(*full_size(base))

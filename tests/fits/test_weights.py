@@ -27,6 +27,13 @@ def test_int8_rows_take_the_sizes_that_the_operator_has(shape: tuple[int, int], 
     assert LOW_BITS["QuantizeInt8"].taken("ff.weight", shape, {"activations": "row"}) is taken
 
 
+@pytest.mark.parametrize(
+    ("shape", "taken"), [((64, 20480), True), ((64, 20496), False), ((64, 24), False), ((24, 64), False)]
+)
+def test_float8_takes_the_sizes_that_the_operator_has(shape: tuple[int, int], taken: bool) -> None:
+    assert LOW_BITS["QuantizeFp8"].taken("ff.weight", shape, {"smallest": 1}) is taken
+
+
 @pytest.mark.parametrize("architecture", [*FULL_SIZE.values(), "sd15 with nets"])
 def test_full_size_architectures_have_the_parameters_of_their_classes(architecture: str) -> None:
     """Of the module as it is traced: without the layers that nothing reads."""

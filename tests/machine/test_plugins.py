@@ -9,12 +9,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sdflow.errors import TargetUnavailableError
-from sdflow.machine.plugins import CATALOGUE, display_drivers
+from sdflow.machine.device import nvidia_gpu
+from sdflow.machine.plugins import CATALOGUE, device_title, display_drivers
 from sdflow.machine.providers import choose_provider, require_package
 from sdflow.targets import TARGETS, Target
 
@@ -124,6 +126,23 @@ def test_a_target_of_plugins_says_what_to_install_and_why_each_provider_is_missi
     assert choose_provider(target, "1.31.1", [provider]) == provider
     with pytest.raises(TargetUnavailableError, match=r"needs ONNX Runtime 1\.24 or later"):
         choose_provider(target, "1.23.2", [provider])
+
+
+@pytest.mark.parametrize(
+    ("vendor", "number", "metadata", "title"),
+    [
+        ("", 0x10DE, {"Discrete": "1", "pci_bus_id": "0000:00:06.0"}, "NVIDIA GPU 0x2330"),  # an H100 on Linux
+        ("", 0x1002, {"card_idx": "0"}, "AMD GPU 0x2330"),
+        ("", 0x1AE0, {}, "vendor 0x1ae0 GPU 0x2330"),
+        ("Intel", 0x8086, {"Description": "Intel(R) Arc(TM) A770", "LUID": "7"}, "Intel(R) Arc(TM) A770"),
+    ],
+)
+@pytest.mark.skipif(nvidia_gpu() is not None, reason="NVIDIA's driver names it there")
+def test_a_device_has_a_title(vendor: str, number: int, metadata: dict[str, str], title: str) -> None:
+    """By what ONNX Runtime says of a device, on Linux and on Windows."""
+    kind = "OrtHardwareDeviceType.GPU"
+    hardware = SimpleNamespace(vendor=vendor, vendor_id=number, device_id=0x2330, type=kind, metadata=metadata)
+    assert device_title(SimpleNamespace(device=hardware, ep_metadata={"version": "0.4.0"})) == title
 
 
 def test_the_first_provider_that_the_machine_has_is_taken() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,6 +42,21 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         float8_library.__wrapped__()
     assert raised.value.where == "cuda"
     assert "float16" in str(raised.value.remedy)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sdflow's kernels are for Linux")
+def test_a_user_without_a_folder_for_kernels_is_told_that_float8_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    device = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    for name in ("SDFLOW_KERNELS", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)  # not in passwd
+    with pytest.raises(TargetUnavailableError, match="float8 requires sdflow's own kernels: no folder for kernels"):
+        float8_library.__wrapped__()
 
 
 @pytest.mark.gpu

@@ -6,14 +6,18 @@ import mmap
 import threading
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sdflow.errors import UsageError
+from sdflow.runtime import vae
 from sdflow.runtime.draw_request import PARAMETERS
 from sdflow.runtime.drawing.turns import moving_weights
+from sdflow.runtime.files.folder import folder_family, submodel_config
 from sdflow.runtime.sessions.residency import HEADROOM, Residency
 from sdflow.targets import TARGETS
 
@@ -40,13 +44,43 @@ class Weights:
     def present(self) -> bool:
         return self.number in self.device.maps
 
+    @property
+    def missing(self) -> int:
+        return 0 if self.present else self.size
+
     def bring(self) -> None:
         assert self.device.free() >= self.size, "more than the device has"
         self.device.maps[self.number] = mmap.mmap(-1, self.size)
         self.device.maps[self.number][:1] = bytes([self.number])
 
-    def remove(self) -> None:
+    def remove(self, wanted: int) -> None:
         self.device.maps.pop(self.number).close()
+
+
+class Pieces:
+    """Maps that come and go one by one, each filled with a byte of its own."""
+
+    def __init__(self, device: Device, count: int, size: int) -> None:
+        self.device, self.count, self.piece, self.size = device, count, size, count * size
+        self.brought = 0
+
+    @property
+    def missing(self) -> int:
+        return self.piece * sum(number not in self.device.maps for number in range(self.count))
+
+    def bring(self) -> None:
+        for number in range(self.count):
+            if number not in self.device.maps:
+                assert self.device.free() >= self.piece, "more than the device has"
+                self.device.maps[number] = mmap.mmap(-1, self.piece)
+                self.device.maps[number][:1] = bytes([number % 256])
+                self.brought += 1
+
+    def remove(self, wanted: int) -> None:
+        for number in reversed(range(self.count)):
+            if wanted > 0 and number in self.device.maps:
+                self.device.maps.pop(number).close()
+                wanted -= self.piece
 
 
 @given(
@@ -72,7 +106,7 @@ def test_what_is_used_is_there_and_the_longest_unused_leaves_first(
             assert device.maps[number][0] == number
         assert {*device.maps} == {*expected}
     for each in [*device.maps]:
-        weights[each].remove()
+        weights[each].remove(0)
 
 
 def test_a_limit_counts_from_what_was_free_at_first() -> None:
@@ -111,6 +145,58 @@ def test_nobody_waits_for_work_unless_something_leaves() -> None:
         with places.using(each):
             assert len(waited) == waits
     device.maps.clear()
+
+
+def test_weights_leave_only_as_far_as_their_room_is_needed() -> None:
+    device = Device(HEADROOM + 50 * MB)
+    places = Residency(device.free, lambda: None)
+    large, small = Pieces(device, 4, 10 * MB), Weights(device, 9, 20 * MB)
+    with places.using(large):
+        assert (large.brought, places.reachable()) == (4, device.size)
+    with places.using(small):
+        assert large.missing == 10 * MB
+    with places.using(large):
+        assert (large.missing, large.brought, small.present) == (0, 5, False)
+        assert [device.maps[number][0] for number in range(4)] == [0, 1, 2, 3]
+    places.make_room(HEADROOM + 31 * MB)
+    assert large.missing == 30 * MB
+    places.make_room(device.size)
+    assert not device.maps
+    with places.using(large):
+        assert large.brought == 9
+    device.maps.clear()
+
+
+def test_a_decoder_evicts_what_it_needs_and_works_in_tiles_only_if_all_would_not_suffice(
+    tiny_pipeline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = submodel_config(tiny_pipeline, "vae_decoder")
+    part = folder_family(tiny_pipeline).part("vae_decoder").of(config)
+    monkeypatch.setattr(vae, "ALWAYS_THERE", 0)
+
+    def side(room: int) -> tuple[int | None, int]:
+        """The side of the tiles for a large image, and how much then leaves; of `room` bytes, all but 5 MB are in use."""
+        device = Device(HEADROOM + 5 * MB)
+        places, weights = Residency(device.free, lambda: None), Pieces(device, (room - 5 * MB) // MB, MB)
+        device.size += weights.size
+        with places.using(weights):
+            assert device.free() == HEADROOM + 5 * MB
+        half: Any = SimpleNamespace(
+            part=part, config=config, place=SimpleNamespace(device="cuda"), residency=places, reached=0,
+            static_shapes=False, profiles=False,
+        )  # fmt: skip
+        found = vae.tile_side(half, 128, 128, 8, None), weights.missing
+        device.maps.clear()
+        return found
+
+    half: Any = SimpleNamespace(part=part, config=config, place=SimpleNamespace(device="cuda"))
+    whole = int(vae._wanted(half, 128, 128) / vae.SHARE)
+    found, left = side(whole + 40 * MB)
+    assert found is None and whole - 5 * MB <= left <= whole - 3 * MB
+    found, left = side(whole - HEADROOM - 20 * MB)
+    assert found == vae.tile_pixels(config)
+    tile = int(vae._wanted(half, found // 8, found // 8) / vae.SHARE)
+    assert max(0, tile - 5 * MB) <= left <= max(0, tile - 3 * MB)
 
 
 def test_room_is_made_for_what_work_allocates_even_if_its_weights_are_there() -> None:
@@ -203,10 +289,10 @@ def test_memory_leaves_a_device_and_its_values_come_back_to_their_address() -> N
     moving.bring()
     address = moving.bytes().data_ptr()
     free = torch.cuda.mem_get_info()[0]
-    for _ in range(3):
+    for wanted in (moving.size, 20 * MB, moving.size):
         torch.cuda.synchronize()
-        moving.remove()
-        assert torch.cuda.mem_get_info()[0] - free >= 300 * MB and not moving.present
+        moving.remove(wanted)
+        assert torch.cuda.mem_get_info()[0] - free >= wanted and moving.missing >= wanted
         moving.bring()
         assert moving.bytes().data_ptr() == address and torch.equal(moving.bytes().cpu(), values)
     assert len(read) == 1, "it waited in the host's memory"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,9 @@ def chain() -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
 Change = Callable[[onnx.ModelProto], None]
 
 
-def run_chain(change: Change = lambda model: None) -> list[tuple[np.ndarray, np.ndarray]]:
-    """What the streamed chain gives after a change of its graph in three runs, and what it must give."""
+def run_chain(change: Change = lambda model: None, gpu: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
+    """What the streamed chain gives after a change of its graph in three runs, and what it must give. gpu: whose library
+    it runs with."""
     model, weights = chain()
     buffers = np.zeros((2, 2 * ROW), np.uint8)
 
@@ -137,7 +139,7 @@ def run_chain(change: Change = lambda model: None) -> list[tuple[np.ndarray, np.
     change(streamed)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
-    options.register_custom_ops_library(str(operator_library()))
+    options.register_custom_ops_library(str(operator_library(gpu)))
     session = onnxruntime.InferenceSession(streamed.SerializeToString(), options, providers=["CPUExecutionProvider"])
     found = []
     for number in range(3):
@@ -169,8 +171,10 @@ def attribute(node: Any, name: str) -> int:
     return int(next(item.i for item in node.attribute if item.name == name))
 
 
-def test_readers_read_their_own_weights() -> None:
-    for found, expected in run_chain():
+def test_readers_read_their_own_weights_also_while_another_gpus_library_streams() -> None:
+    with ThreadPoolExecutor() as pool:
+        both = list(pool.map(lambda gpu: run_chain(gpu=gpu), (0, 1)))
+    for found, expected in (*both[0], *both[1]):
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 

@@ -28,6 +28,7 @@ from onnx import helper
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.errors import SlowerWarning, VerificationError
+from sdflow.machine.device import processor
 from sdflow.runtime.files.folder import load_submodel
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.sessions.availability import target_availability
@@ -181,6 +182,7 @@ def test_a_float16_graph_on_an_adapter_without_float16_is_told_in_words(tmp_path
 def test_it_is_available_and_what_is_missing_is_told_in_words() -> None:
     (found,) = target_availability(("webgpu",))
     assert (found.available, found.provider) == (True, "WebGpuExecutionProvider"), found.reason
+    assert found.accelerator == f"GPU emulated by {processor()}"
     told = try_elsewhere({"VK_ICD_FILENAMES": "/nonexistent.json", "VK_DRIVER_FILES": "/nonexistent.json"})
     assert "no WebGPU adapter" in told
     assert "on Linux, Vulkan with its loader libvulkan.so.1" in told

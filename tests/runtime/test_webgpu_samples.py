@@ -16,12 +16,15 @@ from beside_diffusers import PROMPT, generator, pattern
 from converted import Converted
 from diffusers import StableDiffusionXLImg2ImgPipeline
 from on_webgpu import TOLERANCE, Built, assert_on_webgpu, verified
+from small_workflows import Events
 
 from samples.klein.evaluate import noise
 from sdflow.distance import psnr
+from sdflow.machine.device import processor
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.samples.prompts import evaluation_set, first_latents
 from sdflow.samples.score import read
+from sdflow.selftest import EMULATED_NOTE, selftest
 from sdflow.store import Cache
 from sdflow.tolerances import IMAGE_DECIBELS
 
@@ -95,3 +98,14 @@ def test_a_family_is_verified_by_running_it(workflow: str, converted: Converted,
         assert each.device is not None, name
         assert each.device.target == "webgpu"
         assert all(output.passed for output in each.device.outputs), name
+
+
+def test_the_self_test_passes_and_its_report_names_the_hardware(tmp_path: Path) -> None:
+    report = selftest("webgpu", Cache(tmp_path / "cache"), Events())
+    assert (report.verdict, report.reason) == ("passed", None)
+    assert report.device["accelerator"] == f"GPU emulated by {processor()}"
+    assert EMULATED_NOTE in report.notes
+    assert (report.steps, report.image_ms) == (2, None), "times of an emulated GPU say nothing"
+    assert report.submodels.keys() == {"text_encoder", "unet", "vae_encoder", "vae_decoder"}
+    assert all(list(each.nodes) == ["WebGpuExecutionProvider"] for each in report.submodels.values())
+    assert report.images[0].decibels >= IMAGE_DECIBELS["float32"]

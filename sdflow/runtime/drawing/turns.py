@@ -139,9 +139,11 @@ def _latents(family: Family, configs: Mapping[str, Mapping[str, Any]], name: str
 
 
 def _denoiser_bytes(folder: Path, family: Family, configs: Mapping[str, Mapping[str, Any]]) -> int:
-    """Return the working memory of the denoiser, which its sessions retain, for one image of the model's own size."""
-    name = family.denoiser
+    """Return the working memory of the denoiser and its ControlNets, which their sessions retain, for one image of the
+    model's own size."""
     guided = family.guided(configs, folder_defaults(folder)["text"].guidance_scale)
-    half = is_half(read_graph(folder / name / MODEL_FILE))
     side = family.latents(configs).size
-    return (2 if guided else 1) * device_run_bytes(family, name, configs[name], side, half=half)
+    return (2 if guided else 1) * sum(
+        device_run_bytes(family, name, configs[name], side, half=is_half(read_graph(folder / name / MODEL_FILE)))
+        for name in (family.denoiser, *family.nets(configs).values())
+    )

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdflow.errors import TargetUnavailableError
+from sdflow.errors import SdflowError, TargetUnavailableError
 from sdflow.onnx_model.float8 import DOMAIN, reads_float8
 from sdflow.onnx_model.nodes import attribute, copied
 from sdflow.runtime.kernels.hopper import FLOAT8_SINCE
@@ -39,7 +39,7 @@ def float8_library(device: int = 0) -> Path:
     """Return the kernel library of a GPU after testing its float8 part there, once per process. The GPU is the current
     one.
 
-    Raises TargetUnavailableError, stating float8's requirements, if it is unavailable.
+    Raises TargetUnavailableError, stating float8's requirements, if it is unavailable, also for lack of a kernel folder.
     """
     import torch
 
@@ -54,7 +54,7 @@ def float8_library(device: int = 0) -> Path:
             )
     try:
         return build([FLOAT8], device)
-    except TargetUnavailableError as error:
+    except (SdflowError, OSError) as error:
         raise TargetUnavailableError(
             f"float8 requires sdflow's own kernels: {error}", where=WHERE, remedy=NEEDS
         ) from error

@@ -32,37 +32,39 @@ class MovingMemory:
         self.size = self._range.size
 
     @property
-    def present(self) -> bool:
-        """Whether the values are on the device."""
-        return self._range.filled
+    def missing(self) -> int:
+        """Bytes of device memory that the values lack."""
+        return self.size - self._range.filled
 
     def bytes(self) -> torch.Tensor:
-        """The values as uint8; only valid while present."""
+        """The values as uint8; only valid while none are missing."""
         return self._range.bytes()[: self._values]
 
     def bring(self) -> None:
-        """Load the values onto the device; queued on torch's current stream if they are in page-locked memory."""
+        """Load missing values onto the device; queued on torch's current stream if they are in page-locked memory."""
         import torch
 
-        self._range.fill()
         try:
+            while self.missing:
+                at = self._range.filled
+                piece = slice(at, min(at + self._range.fill_piece(), self._values))
+                if self._host is not None:  # copied while memory for the next piece is mapped
+                    self.bytes()[piece].copy_(self._host[piece], non_blocking=True)
             if self._host is None:
                 self._read(self.bytes())
-            else:
-                self.bytes().copy_(self._host, non_blocking=True)
         except BaseException:  # do not treat partial content as the values
             torch.cuda.synchronize(self._device)
             self._range.empty()
             raise
 
-    def remove(self) -> None:
-        """Free the device memory. The first time, values are copied to page-locked host memory if there is enough;
-        otherwise they are reread later."""
-        if self._host is None and self._values < HOST_SHARE * available_bytes():
+    def remove(self, wanted: int) -> None:
+        """Free at least this much device memory, or all. The first time, values are copied to page-locked host memory if
+        there is enough; otherwise they are reread later."""
+        if self._host is None and not self.missing and self._values < HOST_SHARE * available_bytes():
             self._host = page_locked(self._values)
             if self._host is not None:
                 self._host.copy_(self.bytes())
-        self._range.empty()
+        self._range.empty(wanted)
 
     def __del__(self) -> None:
         if self._host is not None and not sys.is_finalizing():

@@ -34,7 +34,8 @@ class StreamedWeights:
     def __init__(self, folder: Path, plan: StreamPlan, device: str, *, delay: int = 0) -> None:
         self._folder, self._plan, self._device, self._delay = folder, plan, device, delay
         self._buffers = plan.buffers.on(device)
-        self._memory: torch.Tensor | None = None
+        self.memory: torch.Tensor | None = None
+        """Where they wait, if not in their files."""
         self._locked = False
         self._files: dict[str, np.ndarray] = {}
         self.library = operator_library(int(device.partition(":")[2] or 0))
@@ -58,7 +59,7 @@ class StreamedWeights:
             for each in placed:
                 span = spans[each.weight]
                 target = self._buffers[each.buffer].data_ptr() + each.offset
-                size = aligned(span[2]) if self._memory is not None else span[2]
+                size = aligned(span[2]) if self.memory is not None else span[2]
                 if whole is not None and (whole.source + whole.size, whole.target + whole.size) == (
                     self._at[span],
                     target,
@@ -103,8 +104,8 @@ class StreamedWeights:
             self._files = files
             return {span: int(files[span[0]].ctypes.data) + span[1] for span in self._plan.streamed}
         if self._buffers[0].device.type != "cpu":
-            self._memory = page_locked(size)
-            self._locked = self._memory is not None
+            self.memory = page_locked(size)
+            self._locked = self.memory is not None
             if not self._locked:
                 warnings.warn(
                     f"{self._folder.name} streams {spell_bytes(size)} of weights from memory that the driver could not lock, "
@@ -112,17 +113,17 @@ class StreamedWeights:
                     SlowerWarning,
                     stacklevel=2,
                 )
-        if self._memory is None:
-            self._memory = torch.empty(size, dtype=torch.uint8)
+        if self.memory is None:
+            self.memory = torch.empty(size, dtype=torch.uint8)
         found: dict[Span, int] = {}
         at = 0
         for span in self._plan.streamed:
             location, offset, length = span
-            self._memory[at : at + length].copy_(torch.from_numpy(files[location][offset : offset + length]))
-            found[span] = self._memory.data_ptr() + at
+            self.memory[at : at + length].copy_(torch.from_numpy(files[location][offset : offset + length]))
+            found[span] = self.memory.data_ptr() + at
             at += aligned(length)
         return found
 
     def __del__(self) -> None:
-        if getattr(self, "_locked", False) and self._memory is not None and not sys.is_finalizing():
-            unlock(self._memory, self._device)
+        if getattr(self, "_locked", False) and self.memory is not None and not sys.is_finalizing():
+            unlock(self.memory, self._device)

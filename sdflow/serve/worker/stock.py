@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from threading import RLock
+from threading import Lock, RLock
 from typing import Any
 
 from sdflow.errors import SdflowError, UsageError
@@ -58,7 +58,7 @@ class Stock:
         self._newest: dict[str, Load | Drop] = {}
         self._problems: dict[str, Exception] = {}
         self._told: dict[str, Exception] = {}
-        self._lock = RLock()
+        self._lock, self._measuring = RLock(), Lock()
         self._pool = ThreadPoolExecutor(1, "pipelines")
         self._on_cpu = all(each.base.place.stream is None for each in loaded[0].pipelines.values())
         self._lanes = [_Lane(each) for each in loaded]
@@ -260,15 +260,16 @@ class Stock:
         was done before there were new images."""
         with self._lock:
             every = dict(lane.ready)
-        for name, ready in every.items():
-            if self.loading or not ready.catch_up(busy):
-                return False
-            if lane.paces[name].due:
-                seconds = measured_seconds(ready.base, busy=busy)
-                if busy() or not seconds:
+        with self._measuring:  # lanes would slow each other down
+            for name, ready in every.items():
+                if self.loading or not ready.catch_up(busy):
                     return False
-                lane.paces[name].measured(seconds)
-                log_line("measured", pipeline=name, batch_seconds=seconds)
+                if lane.paces[name].due:
+                    seconds = measured_seconds(ready.base, busy=busy)
+                    if busy() or not seconds:
+                        return False
+                    lane.paces[name].measured(seconds)
+                    log_line("measured", pipeline=name, batch_seconds=seconds)
         return True
 
     def _add(self, order: Load) -> None:
