@@ -17,9 +17,10 @@ from sdflow.sources.loras.adapter_modules import AdapterModule, Unfit, read_at_o
 from sdflow.sources.loras.layers import Layer
 from sdflow.sources.loras.lora_header import made_for, misfit, read_lora_header
 from sdflow.sources.loras.lora_names import LAZY, Places, Role, peft_module, spellings
-from sdflow.sources.loras.peft_metadata import ADAPTER_CONFIG, METADATA_KEY
+from sdflow.sources.loras.peft_metadata import METADATA_KEY
 from sdflow.sources.reference import PICKLE_SUFFIXES, HubReference, LocalReference, parse_reference
 from sdflow.sources.safetensors_file import read_float_tensors, read_numbers
+from sdflow.sources.weight_files import ADAPTER_CONFIG
 
 
 def find_lora(reference: str, weight_name: str | None = None, *, download: bool) -> Path:

@@ -28,7 +28,6 @@ from sdflow.sources.loras.adapter_kinds import (
 )
 from sdflow.sources.loras.lora_names import PEFT_PREFIX, UNMERGED, LoraName, parse_name, part_of_unmerged
 from sdflow.sources.loras.peft_metadata import (
-    ADAPTER_CONFIG,
     METADATA_KEY,
     PeftConfig,
     model_class,
@@ -37,6 +36,7 @@ from sdflow.sources.loras.peft_metadata import (
     read_peft_configs,
 )
 from sdflow.sources.safetensors_file import TensorEntry, read_header, read_metadata, require_floats, require_numbers
+from sdflow.sources.weight_files import ADAPTER_CONFIG
 
 PEFT_FILE = "adapter_model"
 """PEFT's file name for tensors in save_pretrained, without the suffix."""

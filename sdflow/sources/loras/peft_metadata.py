@@ -57,7 +57,6 @@ for pattern in patterns:
 """
 
 METADATA_KEY = "lora_adapter_metadata"
-ADAPTER_CONFIG = ADAPTER_CONFIG
 _DEFAULT = 8  # PEFT's default of r and of lora_alpha
 _LARGEST = 1e30  # largest alpha: beyond, float32 overflows
 _UNSET: tuple[Any, ...] = (False, [], {}, "")  # PEFT's usual defaults, for unknown fields
