@@ -21,7 +21,7 @@ def test_a_claims_command_names_a_script_that_takes_its_options() -> None:
         for script, rest in re.findall(r"^python (\S+\.py)(.*)", claim.command):
             source = (BENCHMARKS.parent / script).read_text(encoding="utf-8")
             without_values = re.sub(r"'[^']*'", "", rest)
-            assert [each for each in re.findall(r"--[a-z-]+", without_values) if f'"{each}"' not in source] == [], (
+            assert [each for each in re.findall(r"--[a-z0-9-]+", without_values) if f'"{each}"' not in source] == [], (
                 claim.id
             )
 

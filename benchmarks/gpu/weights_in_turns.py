@@ -6,9 +6,10 @@ fit.
 PIPELINE: with weights (benchmarks/gpu/with_weights.py). Each variant runs in a separate process. In the second, memory
 is reserved so that only --gb of the device are free at its start, including CUDA's context: the device itself sets the
 limit. The latents of both must be bit-identical. Submodels that do not fit by themselves are streamed; what is printed
-says how long these copies take alone, what a step computes, and what of the copies it does not hide (stream_times.py).
-The image may differ if the VAE is tiled. The second process imports while the first one draws, and both say on stderr what
-the device's memory holds before and after each part of an image, and when one fails.
+says how long these copies take alone, what a step computes, and what of the copies it does not hide
+(benchmarks/gpu/stream_times.py). The image may differ if the VAE is tiled. The second process imports while the first
+one draws, and both say on stderr what the device's memory holds before and after each part of an image, and when one
+fails.
 """
 
 from __future__ import annotations

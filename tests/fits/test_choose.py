@@ -186,6 +186,6 @@ def test_a_model_of_the_hub_that_a_shipped_workflow_names_needs_no_download(tmp_
     reference = "hf:black-forest-labs/FLUX.2-klein-4B"
     assert architecture_of(reference) == "flux2-klein-4b"
     written = write_workflow(InitRequest(tmp_path / "w.yaml", reference, "cuda", fits=10 * GB))
-    assert "streams 658 MB of the transformer's 7.75 GB" in " ".join(written.read_text().replace("\n#", "").split())
+    assert "streams 390 MB of the transformer's 7.75 GB" in " ".join(written.read_text().replace("\n#", "").split())
     with pytest.raises(UsageError, match="not on this machine"):
         write_workflow(InitRequest(tmp_path / "x.yaml", "hf:somebody/else", "cuda", base="sdxl", fits=10 * GB))

@@ -30,6 +30,7 @@ from sdflow.runtime.kernels.replace import with_own_kernels
 from sdflow.runtime.sessions.cannot_run import MOST_SAID, cannot_run
 from sdflow.runtime.sessions.contexts import load_with_context
 from sdflow.runtime.sessions.cublas import small_workspaces
+from sdflow.runtime.sessions.cuda_argmax import with_float_argmax
 from sdflow.runtime.sessions.dimensions import folded, free_dimensions, profile_of_graph
 from sdflow.runtime.sessions.engine_cache import (
     TENSORRT,
@@ -129,6 +130,8 @@ def create_session(
         if library is not None:
             session_options.register_custom_ops_library(str(library))
         read = graph = with_definition(read) if library is None else with_int8(read)
+    if provider == CUDA_PROVIDER and with_float_argmax(read):
+        graph = read
     devices = plugins_of(ort, target).devices.get(provider, [])
     if target.session.folded:
         read = graph = folded(read, shapes or {}, str(model))
@@ -181,6 +184,7 @@ def create_session(
     if engines is not None and remote is not None:
         fetch_engines(engines.engines, remote)
     had = engines is None or has_engines(engines.engines)
+    whole = True
 
     def load() -> Any:
         # The CPU provider is not listed for other targets: ONNX Runtime appends it anyway, for leftover nodes.
@@ -201,7 +205,7 @@ def create_session(
                 raise
             warnings.warn(f"{model} runs without a CUDA graph: {error}", SlowerWarning, stacklevel=2)
             del providers[CUDA_PROVIDER]["enable_cuda_graph"]
-            session = load()
+            whole, session = False, load()
     except onnxruntime_errors(ort) as error:
         if provider != CUDA_PROVIDER and has_float8(read):
             raise TargetUnavailableError(
@@ -223,7 +227,7 @@ def create_session(
     if engines is not None and remote is not None and not had:
         push_folder(engines.engines, remote)
     session.weights, session.live, session.streams = weights, live, streams  # must outlive the session
-    session.loaded_on, session.built_for = target.name, options.built_for
+    session.loaded_on, session.built_for, session.whole = target.name, options.built_for, whole
     return session
 
 

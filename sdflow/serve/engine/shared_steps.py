@@ -23,6 +23,7 @@ from sdflow.runtime.denoiser.time_values import TimeValues, table
 from sdflow.runtime.sessions.bound import Bound, empty_inputs
 from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.serve.engine.cuts import Cuts
+from sdflow.serve.log import log_line
 
 if TYPE_CHECKING:
     import torch
@@ -157,7 +158,8 @@ class SharedSteps:
             try:
                 with torch.no_grad():
                     self.run(self._blank_steps(size, halves, self._tables[-1][1]), size)
-            except NO_MEMORY:
+            except NO_MEMORY as error:
+                log_line("batch_failed", images=size, kind=type(error).__name__, message=str(error))
                 self._forms.pop((size, halves), None)
                 self._impossible.add((size, halves))
         return not self._lacked
