@@ -27,7 +27,7 @@ class Parameter:
     a number; above: exclusive lower limit. default, otherwise: the default, as a value and in words. options: its
     flags, if not `--NAME`. metavar: of the option's value. read: parses the value from text. call: the keyword of
     `Pipeline.__call__`, if it is not the name. webui: the field of A1111's API, if any. infotext, invokeai: its name in
-    PNG text by A1111's webui and by InvokeAI (`sdflow.families.image_text`). many: whether the option is repeatable and
+    PNG text by A1111's webui and by InvokeAI (`sdflow.runtime.files.image_text`). many: whether the option is repeatable and
     the value a sequence.
     needs: the input without which it has no effect. recorded: whether PNG text records it under its name. served:
     whether servers accept it. workflow: whether a workflow's `generate` accepts it.

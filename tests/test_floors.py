@@ -134,6 +134,11 @@ def without_known(folder: Path, graph: Imports) -> Imports:
     }
 
 
+def test_the_top_holds_a_dozen_modules_at_most() -> None:
+    top = [path.name for path in PACKAGE.glob("*.py") if path.name not in ("__init__.py", "__main__.py")]
+    assert len(top) <= 12, f"put it into a folder: {sorted(top)}"
+
+
 def test_imports_go_down_only() -> None:
     unplaced = {top_name(path) for path in modules()} - {"__init__"} - set(FLOORS)
     assert not unplaced, "give it a floor"

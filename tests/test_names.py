@@ -73,6 +73,7 @@ PORT_EXCEPTIONS: dict[tuple[str, str], str] = {
 
 EPSILON = "epsilon"
 """What a denoiser predicts, and an attribute of operators that normalize."""
+PREDICTED = (EPSILON, "flow", "velocity")
 
 OPERATORS = {
     (path, EPSILON): "an attribute of operators"
@@ -92,8 +93,9 @@ MODELS_OWN = frozenset((75, 77, 768, 0.18215, 0.13025, 1.5305, 0.0609, 0.3611, 0
 """Tokens that CLIP reads, without begin and end and with them, and its width; factors and shifts of the latents of Stable
 Diffusion, XL, 3 and FLUX."""
 
-ORDINARY_NUMBERS = frozenset((4, 8, 9, 16))
-"""Channels of latents, without and with a mask's; pixels a latent: such numbers where names beside them speak of that."""
+ORDINARY_NUMBERS = frozenset((4, 8, 9, 16, 32, 64, 128, 256, 512))
+"""Channels of latents, without and with a mask's, and packed into patches; pixels a latent; tokens that T5 and Qwen3 read: such
+numbers where names beside them speak of that."""
 
 SPEAKS_OF_LATENTS = re.compile(r"latent|channel|token|vae|scale_factor")
 
@@ -108,8 +110,12 @@ NUMBER_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("runtime/kernels/float8_proof.py", "77"): "shapes that a kernel is verified with",
     ("runtime/kernels/replace.py", "4"): "channels of a group that a kernel takes",
     ("runtime/kernels/replace.py", "8"): "values that a thread reads at once",
+    ("runtime/kernels/replace.py", "32"): "groups of channels that a kernel takes",
+    ("bench/draw_functions.py", "128"): "channels of convolutions that diffusion-fast quantizes",
     ("samples/prompts.py", "4"): "of the latents of the sample, which are drawn from its own checkpoint",
     ("verify/reference/selection.py", "8"): "rows and columns of latents, of any model",
+    ("verify/reference/selection.py", "32"): "tokens of a short text, for any model",
+    ("verify/reference/selection.py", "512"): "channels of layers that are compared at fewer sizes",
 }
 """(module, number) -> what it is there."""
 
@@ -186,8 +192,8 @@ def named_ways(module: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def named_predictions(module: ast.AST) -> Iterator[tuple[str, int]]:
-    """Where a module names noise as what is predicted, by diffusers' word, and the lines."""
-    yield from ((text, line) for text, line, is_name in texts(module) if text == EPSILON and not is_name)
+    """Where a module names what is predicted, by diffusers' words, and the lines."""
+    yield from ((text, line) for text, line, is_name in texts(module) if text in PREDICTED and not is_name)
 
 
 def named_prefixes(module: ast.AST) -> Iterator[tuple[str, int]]:
@@ -268,7 +274,7 @@ def test_only_models_and_families_name_a_model() -> None:
 
 
 def test_only_models_and_families_name_a_port() -> None:
-    require_homes_alone(named_ports, PORT_EXCEPTIONS, "ask the ports for it, by its role (sdflow/models/base.py)")
+    require_homes_alone(named_ports, PORT_EXCEPTIONS, "ask the ports for it, by its role (sdflow/models/ports.py)")
 
 
 def test_only_models_and_families_name_a_way_of_noising() -> None:
@@ -340,6 +346,8 @@ def test_a_planted_way_of_noising_is_found(planted: str, name: str) -> None:
         ("rows = height // 8 if vae else height", "8"),
         ("x = np.zeros((1, 4, 64, 64))", "4"),
         ("x = np.zeros((16, 128, 128))", "16"),
+        ("packed_channels = 128", "128"),
+        ("def padded(ids, tokens=512): ...", "512"),
     ],
 )
 def test_a_planted_number_is_found(planted: str, number: str) -> None:
@@ -348,6 +356,7 @@ def test_a_planted_number_is_found(planted: str, number: str) -> None:
 
 def test_a_planted_prediction_and_a_planted_beginning_are_found() -> None:
     assert [*named_predictions(ast.parse("kind = prediction(config, 'epsilon')"))] == [(EPSILON, 1)]
+    assert [*named_predictions(ast.parse("kind = prediction(config, 'flow')"))] == [("flow", 1)]
     assert [*named_predictions(ast.parse("epsilon = 1e-5"))] == []
     assert [*named_prefixes(ast.parse("x = name.removeprefix('lora_te1_')"))] == [("lora_te1_", 1)]
 

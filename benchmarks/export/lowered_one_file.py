@@ -233,7 +233,7 @@ class Draw:
     def graph(self, out: Path, *, any_size: bool = False) -> tuple[Any, dict[str, Any]]:
         """The image of the exported graph, lowered; and what the JSON beside the graph says."""
         from sdflow.export.one_file import Wanted, export_one_file
-        from sdflow.models.base import Sizes
+        from sdflow.models.ports import Sizes
         from sdflow.runtime.files.folder import load_companions, onnx_submodels, submodel_config
         from sdflow.runtime.sessions.session import read_graph
 

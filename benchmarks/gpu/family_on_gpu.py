@@ -218,7 +218,7 @@ def main() -> None:
     if arguments.parts:
         from dataclasses import replace
 
-        from sdflow.models.base import Sizes
+        from sdflow.models.ports import Sizes
         from sdflow.runtime.sessions.session import LoadOptions
         from sdflow.runtime.sessions.tuning import UNTUNED
 

@@ -3,7 +3,7 @@
     python benchmarks/gpu/float8_rows.py [NAME=VALUE,... ...]
 
 Each runs many times in a CUDA graph, with different values each time. Prints microseconds of one, and milliseconds per
-step. NAME=VALUE: other block sizes than in `library.DEFINES`, each set in turn. The baselines are sdflow's kernel that
+step. NAME=VALUE: other block sizes than in `compilation.DEFINES`, each set in turn. The baselines are sdflow's kernel that
 computes a GELU with its gate, which they replace, and torch's copy of the same number of halves, the minimum for a
 kernel between two products.
 """
@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from sdflow.runtime.kernels.library import DEFINES
+from sdflow.runtime.kernels.compilation import DEFINES
 from sdflow.runtime.kernels.nvrtc import Nvrtc
 from sdflow.runtime.kernels.parts import FOLDER, PARTS
 

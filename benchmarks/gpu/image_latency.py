@@ -122,7 +122,7 @@ def bind(structure: Path, state: dict[str, torch.Tensor], out: Path) -> None:
     import onnx
 
     from sdflow.onnx_model.files import initializers_and_constants, raw_values, set_external
-    from sdflow.weights.recipe import evaluate
+    from sdflow.weights.evaluate import evaluate
     from sdflow.weights.structure import read_parameters, read_recipe
 
     def read(key: str) -> Any:

@@ -33,9 +33,10 @@ from onnx import TensorProto, helper
 
 from benchmarks.gpu.captured import TYPES, Captured, microseconds
 from sdflow.onnx_model.float8 import DOMAIN
-from sdflow.runtime.kernels import library as library_module
+from sdflow.runtime.kernels import compilation
+from sdflow.runtime.kernels.compilation import DEFINES
 from sdflow.runtime.kernels.int8_proof import ANY, NARROW, TURING, WIDE
-from sdflow.runtime.kernels.library import DEFINES, build
+from sdflow.runtime.kernels.library import build
 from sdflow.runtime.kernels.parts import FLOAT8, INT8
 from sdflow.runtime.kernels.proof import prove
 
@@ -252,7 +253,7 @@ def compiled(kind: Kind) -> tuple[dict[str, Path], dict[str, str]]:
     libraries, failed = {}, {}
     for name, given in kind.libraries.items():
         begun = time.perf_counter()
-        library_module.DEFINES = DEFINES | given
+        compilation.DEFINES = DEFINES | given
         try:
             libraries[name] = build([kind.part])
             cases = len(prove(libraries[name], kind.part))

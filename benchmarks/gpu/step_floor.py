@@ -73,7 +73,7 @@ class RecordedAttention(TorchFunctionMode):
 
 def operations(architecture: str, rows: int, size: int, tokens: int) -> list[Operation]:
     """What one call of an architecture's denoiser computes."""
-    from sdflow.models.base import Sizes
+    from sdflow.models.ports import Sizes
     from sdflow.sources import PlainDigests, open_checkpoint
 
     checkpoint = open_checkpoint(f"synthetic:{architecture}", digests=PlainDigests(), download=False)

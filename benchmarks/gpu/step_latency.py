@@ -10,7 +10,7 @@ the turns. A kernel selection is `ours` or `ort`, with changes after commas: `ou
 to ONNX Runtime, `ours,cuda_graphs=off` is an option of Tuning, `ours,sdpa_kernel=2` one of the provider, and with
 `ours,kernels.replace._is_group_norm_ours=off` that function of sdflow.runtime finds nothing. `PIPELINE:ours,-GroupNorm`
 replaces --kernels for this pipeline. Selections that fail are reported and skipped. cuDNN's choice for a convolution
-varies between processes: --processes repeats everything. --defines: other block sizes than in `library.DEFINES`.
+varies between processes: --processes repeats everything. --defines: other block sizes than in `compilation.DEFINES`.
 --what: only the step or the decoder. --profile: profiled time, launches and memsets of all kernels; the --top kernels
 of the first selection (0: none), and all kernels of all selections in FILE. Distances are to the first row's results,
 or to the first of that size. Submodels that are not measured and equal the first pipeline's are loaded once, and not
@@ -285,9 +285,9 @@ def main() -> None:
         for _ in range(options.processes):
             subprocess.run([sys.executable, __file__, *options.pipelines, *chosen], check=True)
         return
-    from sdflow.runtime.kernels import library
+    from sdflow.runtime.kernels import compilation
 
-    library.DEFINES.update(
+    compilation.DEFINES.update(
         {name: int(value) for name, value in (x.split("=") for x in options.defines.split(",") if x)}
     )
     measure(options)

@@ -5,7 +5,7 @@
 Each is a captured graph of several with separate values, more than the L2 cache holds; both take turns. Prints median
 microseconds of one, the memory traffic of sdflow's kernel and its rate, and the distance of the results in L2. First
 the kernels are compiled and verified, as in a session. The rate of a copy is the upper bound. NAME=VALUE: other block
-sizes than in `library.DEFINES`, such as RESIDUAL_HELD=2, each set in turn after those.
+sizes than in `compilation.DEFINES`, such as RESIDUAL_HELD=2, each set in turn after those.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from onnx import TensorProto, helper
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.gpu.captured import Captured, microseconds
-from sdflow.runtime.kernels import library as library_module
-from sdflow.runtime.kernels.library import DEFINES, build
+from sdflow.runtime.kernels import compilation
+from sdflow.runtime.kernels.compilation import DEFINES
+from sdflow.runtime.kernels.library import build
 from sdflow.runtime.kernels.replace import with_own_kernels
 from sdflow.runtime.sessions.specialize import specialize
 
@@ -207,7 +208,7 @@ def main() -> None:
     texts = [text for text in sys.argv[1:] if "=" not in text]
     for setting in ("", *(text for text in sys.argv[1:] if "=" in text)):
         given = dict(each.split("=") for each in setting.split(",") if each)
-        library_module.DEFINES = DEFINES | {name: int(value) for name, value in given.items()}
+        compilation.DEFINES = DEFINES | {name: int(value) for name, value in given.items()}
         begun = time.perf_counter()
         library = build()
         print(f"{setting or 'as shipped'}: compiled and proved in {time.perf_counter() - begun:.1f} s", flush=True)

@@ -26,8 +26,8 @@ from sdflow.errors import SlowerWarning, TiledWarning, UsageError, VerificationE
 from sdflow.machine.device import device
 from sdflow.machine.packages import versions
 from sdflow.manifest import REFINER
-from sdflow.models.base import Sizes
-from sdflow.processes.workers import peak_memory, serve_request
+from sdflow.models.ports import Sizes
+from sdflow.processes.in_worker import peak_memory, serve_request
 from sdflow.runtime.drawing.parts import Images
 from sdflow.runtime.ensemble import Ensemble
 from sdflow.runtime.files.folder import (

@@ -175,7 +175,7 @@ class _Runner:
         """Load an engine; its result records what is missing."""
         engine, request = running.engine, self.request
         self.say(f"loading {engine.name}")
-        beside = ", ".join(other.engine.name for other in others)
+        loaded = ", ".join(other.engine.name for other in others)
         needed = weight_bytes(request.folder, engine, self.device, self.modules)
         free = self.device.free()
         if needed > free:
@@ -183,14 +183,14 @@ class _Runner:
                 running.result,
                 status="failed",
                 reason=f"its weights take {spell_bytes(needed)}, {spell_bytes(free)} are free"
-                + (f" with {beside} loaded: measure it alone, with --engine {engine.name}" if beside else ""),
+                + (f" with {loaded} loaded: measure it alone, with --engine {engine.name}" if loaded else ""),
             )
             return
         self.device.release()
         memory = self.device.memory()
         running.before = memory.host, memory.device
         begun = time.perf_counter()
-        with self._reported(running, beside), within(request.first_limit):
+        with self._reported(running, loaded), within(request.first_limit):
             note = ""
             if engine.target:
                 running.draw, note = onnxruntime_draw(request.folder, engine, request.settings)
@@ -246,7 +246,7 @@ class _Runner:
         return Turns(draw, case, self.device, yardstick)
 
     @contextmanager
-    def _reported(self, running: _Running, beside: str) -> Iterator[None]:
+    def _reported(self, running: _Running, loaded: str) -> Iterator[None]:
         """Report an engine's failure in the result and drop the engine; the others continue."""
         interrupted = False
         try:
@@ -257,8 +257,8 @@ class _Runner:
             if interrupted := isinstance(error, TooLong):
                 what = f"{error}: give it more with --first-limit"
             reason = " ".join(what.split())[:400]
-            if beside and ("memory" in reason.lower() or "alloc" in reason.lower()):
-                reason += f"; {beside} were loaded: measure it alone, with --engine {running.engine.name}"
+            if loaded and ("memory" in reason.lower() or "alloc" in reason.lower()):
+                reason += f"; {loaded} were loaded: measure it alone, with --engine {running.engine.name}"
             running.result = replace(
                 running.result, status="failed", reason=reason, trace="".join(traceback.format_exception(error))
             )

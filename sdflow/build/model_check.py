@@ -53,13 +53,13 @@ def require_buildable_model(pipeline: PipelineSpec, checkpoint: sources.Checkpoi
         raise CheckpointError(
             f"the checkpoint {pipeline.model} holds no {' and no '.join(absent)}, which {family.title} needs",
             where=str(pipeline.model_mark),
-            remedy=_remedy(pipeline, checkpoint),
+            remedy=_remedy(checkpoint),
         )
     _require_parts(pipeline, checkpoint)
     _require_sizes(pipeline, checkpoint)
 
 
-def _remedy(pipeline: PipelineSpec, checkpoint: sources.Checkpoint) -> str:
+def _remedy(checkpoint: sources.Checkpoint) -> str:
     """Suggest a source for missing submodels: a file's components can replace those of a whole model."""
     family = checkpoint.family
     held = [name for name in family.exchangeable if family.components[name][0].name in checkpoint.submodels]

@@ -54,10 +54,10 @@ def _main() -> NoReturn:
     except ImportError as error:
         from sdflow.machine.packages import of_missing_module
 
-        told = of_missing_module(error)
-        if told is None:
+        missing = of_missing_module(error)
+        if missing is None:
             raise
-        _fail(told)
+        _fail(missing)
     except stop.Stopped:
         for number in ENDING:  # while the interpreter exits they would kill it again
             signal.signal(number, signal.SIG_IGN)
@@ -155,15 +155,15 @@ def _watch_signals() -> None:
     A handler runs in the main thread, between two Python instructions; a library call may last for seconds. So the
     system notifies a separate thread through a socket, and that thread ends a library's child processes at once.
     """
-    here, told = socket.socketpair()
-    told.setblocking(False)
-    signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     if hasattr(os, "register_at_fork"):  # a signal to a forked child is not for this process
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
     def watch() -> None:
-        with here, told:
-            while numbers := here.recv(64):
+        with receiver, sender:
+            while numbers := receiver.recv(64):
                 if any(signal.getsignal(number) is _interrupt for number in numbers):
                     begun = time.monotonic()
                     stop.end_children()

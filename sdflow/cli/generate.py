@@ -22,7 +22,7 @@ from sdflow.parameter import Parameter
 from sdflow.runtime.draw_request import PARAMETERS, GenerateRequest, read_prompts
 
 if TYPE_CHECKING:
-    from sdflow.families.image_text_reading import ImageSettings
+    from sdflow.runtime.files.image_text_reading import ImageSettings
     from sdflow.runtime.generate import Progress
 
 OPTIONS = {**PARAMETERS, **FAMILY_ARGUMENTS}
@@ -131,7 +131,7 @@ def with_settings_of(
 
     Raises UsageError if the image was generated from files that the command line does not name.
     """
-    from sdflow.families.image_text_reading import read_image_settings
+    from sdflow.runtime.files.image_text_reading import read_image_settings
 
     found = read_image_settings(path)
     said = {name for name in context.params if _is_said(context, name)}

@@ -1,6 +1,7 @@
 """`--help`: commands and options in groups, an example for each command, nothing truncated.
 
-`GROUPS` holds each command's group and example, `PANELS` each option's group. Add new names there.
+`GROUPS` holds each command's group and example, `PANELS` each option's group: add new names there. Arguments that one family
+has are grouped under its title.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from sdflow.families import FAMILIES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,7 +77,8 @@ CACHE_GROUPS: Mapping[str, Mapping[str, str]] = {
     },
 }
 
-PANELS: Mapping[str, str] = {
+_AFTER_FAMILIES = "Approximations"
+_OF_EVERY_MODEL: Mapping[str, str] = {
     "Prompt": "prompt prompts negative_prompt prompt_syntax wildcards embeddings embedding_folder prompt_2 "
     "negative_prompt_2 prompt_3 negative_prompt_3 max_sequence_length clip_skip allow_pickle",
     "Image": "settings_from images size height width seed steps guidance_scale scheduler eta batch",
@@ -82,8 +86,6 @@ PANELS: Mapping[str, str] = {
     "Reference images": "references reference",
     "ControlNet and IP-Adapter": "controls guess_mode image_prompts",
     "SDXL": "original_size crops_coords_top_left target_size refiner refiner_start aesthetic_score negative_aesthetic_score",
-    "Stable Diffusion 3": "skip_guidance_layers skip_layer_guidance_scale skip_layer_guidance_start skip_layer_guidance_stop",
-    "Z-Image": "cfg_truncation cfg_normalization",
     "Approximations": "reuse guidance_interval",
     "Model": "model lora base fits submodel structures pipeline show",
     "Build": "overrides copy jobs rebuild evaluate locked keep_failed require_target",
@@ -103,6 +105,24 @@ PANELS: Mapping[str, str] = {
     "Output": "out overwrite results html report collect sheet preview previews log_prompts traces interactive quiet verbose "
     "json",
 }
+
+
+def _panels() -> dict[str, str]:
+    """Insert a group per family with arguments of its own, titled after it."""
+    listed = {name for names in _OF_EVERY_MODEL.values() for name in names.split()}
+    of_families = {
+        family.title: " ".join(own)
+        for family in FAMILIES.values()
+        if (own := [name for name in family.arguments if name not in listed])
+    }
+    found: dict[str, str] = {}
+    for panel, names in _OF_EVERY_MODEL.items():
+        found |= of_families if panel == _AFTER_FAMILIES else {}
+        found[panel] = names
+    return found
+
+
+PANELS: Mapping[str, str] = _panels()
 """Group of options -> parameter names, in display order. All others appear under "Options"."""
 
 _PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names.split()}

@@ -47,14 +47,14 @@ class Files:
     read: every file that was read, in order, resolved.
     """
 
-    def __init__(self, problems: Problems, beside: Files | None = None) -> None:
-        """beside: the files of another workflow, which are not read again."""
+    def __init__(self, problems: Problems, shared: Files | None = None) -> None:
+        """shared: the files of another workflow, which are not read again."""
         self.problems = problems
-        self.folders: dict[str, Path] = {} if beside is None else beside.folders
+        self.folders: dict[str, Path] = {} if shared is None else shared.folders
         self.read: list[Path] = []
         self._root: Path | None = None
         self._sound = True
-        self._sources: dict[Path, _Source] = {} if beside is None else beside._sources
+        self._sources: dict[Path, _Source] = {} if shared is None else shared._sources
         self._trees: dict[tuple[Path, str | None], YamlMap] = {}
 
     def load(self, path: Path, asked: Mark | None = None) -> YamlMap:

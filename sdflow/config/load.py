@@ -167,7 +167,7 @@ class _Loader:
         if written is None or reference is None:
             expect_kind(written or node, "a workflow file", "`refiner.extends`", self.problems)
             return None
-        files = Files(self.problems, beside=self.files)
+        files = Files(self.problems, shared=self.files)
         document = files.load(self.files.found(reference, written.mark), written.mark)
         self.files.read.extend(files.read)
         for key in ("matrix", "refiner", "loras"):

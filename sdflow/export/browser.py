@@ -139,7 +139,8 @@ def export_browser(folder: Path, out: Path, wanted: BrowserWanted) -> BrowserExp
             "guidance": {"scale": scale, "offset": source.family.guidance_offset, "rows": parts.guided},
             "conditions": list(parts.conditions),
             "texts": {
-                name: {"table": _table(name), "negative": negative} for name, (_, negative) in traced.ids.items()
+                name: {"table": name.removeprefix("negative_"), "negative": negative}
+                for name, (_, negative) in traced.ids.items()
             },
             "schedule": {
                 "scheduler": schedules.own.scheduler,
@@ -223,11 +224,6 @@ def _graph(model: Any, buffers: tuple[Buffer, ...]) -> dict[str, Any]:
         "inputs": inputs,
         "data": [{"path": each.path, "bytes": each.bytes, "files": list(each.files)} for each in buffers],
     }
-
-
-def _table(name: str) -> str:
-    """The input whose tokenizer table it shares."""
-    return name.removeprefix("negative_")
 
 
 def _name(folder: Path) -> str:

@@ -28,7 +28,7 @@ from sdflow.export.program_data import clip_table
 from sdflow.export.schedule import Coefficients
 from sdflow.export.source import Size, Source
 from sdflow.export.tokenizer import add_tokenizer
-from sdflow.models.base import Sizes
+from sdflow.models.ports import Sizes
 from sdflow.onnx_model.files import is_external, set_external
 from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.sessions.session import read_graph
@@ -228,8 +228,8 @@ def add_conditions(
         name = next(attribute.s.decode() for attribute in node.attribute if attribute.name == PART)
         outputs = read_outputs(source.family, name, source.configs[name])
         read = source.family.part(name).ports(source.configs[name]).inputs
-        fed = {port.name: value for port, value in zip(read, node.input, strict=True)}
-        text = inlined(models[name], name, fed, outputs)
+        feeds = {port.name: value for port, value in zip(read, node.input, strict=True)}
+        text = inlined(models[name], name, feeds, outputs)
         graph.nodes.extend(text.nodes)
         graph.initializers.extend(text.initializers)
         for output, value in zip(outputs, node.output, strict=True):

@@ -98,7 +98,7 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
         name: out.with_name(f"{out.stem}.{name}.data") for name in there if (folder / name / WEIGHTS_FILE).is_file()
     }
     composed = compose(source, form, {name: path.name for name, path in data.items()})
-    model, beside = composed.model, out.with_name(f"{out.name}.json")
+    model, program_file = composed.model, out.with_name(f"{out.name}.json")
     if wanted.embed:
         _embed(model, {path.name: folder / name / WEIGHTS_FILE for name, path in data.items()})
         data = {}
@@ -112,7 +112,7 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
         "schedule": schedule.to_json(),
         "tokenizers": tokenizer_tables(source.companions, composed.ids, composed.lengths, composed.templates),
     }
-    contents = {out: model.SerializeToString(deterministic=True), beside: compact(program_data)}
+    contents = {out: model.SerializeToString(deterministic=True), program_file: compact(program_data)}
     with (
         os_errors_as("cannot be written", out, "Free space or fix the permissions, then run again.", CacheError),
         replacing_all([*contents, *data.values()]) as written,
@@ -121,7 +121,7 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
             copy_file(folder / name / WEIGHTS_FILE, written[path])
         for path, content in contents.items():
             written[path].write_bytes(content)
-        files = {path: written[path].stat().st_size for path in (out, *data.values(), beside)}
+        files = {path: written[path].stat().st_size for path in (out, *data.values(), program_file)}
     return Exported(files, inputs, outputs, schedule, left_out(folder))
 
 

@@ -17,7 +17,7 @@ from sdflow.export.inline import inlined, needed, read_by
 from sdflow.export.loop import LATENTS, SCALE
 from sdflow.export.pixels import add_checker, add_decoder
 from sdflow.export.source import Source
-from sdflow.models.base import Ports
+from sdflow.models.ports import Ports
 from sdflow.runtime.denoiser.moving import Moving
 
 TEXT, DENOISER, DECODER, CHECKER = "text", "denoiser", "decoder", "checker"

@@ -8,7 +8,7 @@ from typing import Any
 from sdflow.export.builder import Builder
 from sdflow.export.inline import inlined
 from sdflow.families.shared.latents import Latents
-from sdflow.models.base import Ports, Role
+from sdflow.models.ports import Ports, Role
 
 
 def add_decoder(graph: Builder, model: Any, name: str, ports: Ports, latents: str, what: Latents) -> str:

@@ -71,7 +71,7 @@ class MemoryNeed:
     nets: tuple[str, ...] = ()
 
     @property
-    def beside(self) -> int:
+    def outside(self) -> int:
         """Bytes outside the pipeline: of libraries and the context, or of the process."""
         return HOST_PROCESS if self.target == HOST else CONTEXT + LIBRARIES
 
@@ -84,12 +84,12 @@ class MemoryNeed:
         """Peak in bytes; of "streamed", the smallest possible."""
         found = self.submodels
         if way == "resident":
-            return self.beside + self.weights + sum(each.working for each in found.values())
+            return self.outside + self.weights + sum(each.working for each in found.values())
         if way == "streamed":
             most = max(each.weights - each.streamable for each in found.values())
             return CONTEXT + self._planned_to_stream + most
         kept = 0 if self.low_memory else self._kept
-        return self.beside + max(
+        return self.outside + max(
             each.weights + kept + (0 if kept and name in (self.denoiser, *self.nets) else each.working)
             for name, each in found.items()
             if self.low_memory or name != self.decoder  # the decoder works in tiles if necessary
@@ -157,7 +157,7 @@ class MemoryNeed:
         if self.low_memory:
             return False
         others = self.weights if way == "resident" else self.submodels[self.decoder].weights
-        free = available - self.beside - others - self._kept
+        free = available - self.outside - others - self._kept
         return self.whole_decoder > VAE_SHARE * free
 
 

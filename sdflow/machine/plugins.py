@@ -135,13 +135,13 @@ def device_title(device: Any) -> str:
 
 def device_facts(device: Any) -> dict[str, Any]:
     """Return what identifies a device and its provider's version, without values that change per boot."""
-    told = {**device.device.metadata, **device.ep_metadata}
+    metadata = {**device.device.metadata, **device.ep_metadata}
     return {
         "vendor": device.device.vendor,
         "vendor_id": device.device.vendor_id,
         "device_id": device.device.device_id,
         "kind": _kind(device),
-        **{name: told[name] for name in sorted(told) if name not in _VOLATILE},
+        **{name: metadata[name] for name in sorted(metadata) if name not in _VOLATILE},
     }
 
 

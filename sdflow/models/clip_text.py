@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sdflow.models.base import Config, Model, Port, Ports, Shapes, Sizes
+from sdflow.models.base import Config, Model, Shapes
 from sdflow.models.parameters import clip_text_parameters
+from sdflow.models.ports import Port, Ports, Sizes
 
 if TYPE_CHECKING:
     import numpy as np

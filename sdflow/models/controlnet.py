@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.errors import PassError
-from sdflow.models.base import Config, Model, Original, Port, Ports, Role, Shapes, Sizes, halved
+from sdflow.models.base import Config, Model, Original, Shapes, halved
 from sdflow.models.ldm_names import ldm_unet_names
 from sdflow.models.more_parameters import controlnet_parameters
+from sdflow.models.ports import Port, Ports, Role, Sizes
 from sdflow.models.residuals import by_name, residual_ports
 from sdflow.models.unet import made_up, main_ports
 from sdflow.models.working_memory import unet_values

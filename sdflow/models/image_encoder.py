@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.errors import CheckpointError
-from sdflow.models.base import Config, Model, Original, Port, Ports, Shapes, Sizes
+from sdflow.models.base import Config, Model, Original, Shapes
 from sdflow.models.clip_text import UNUSED
 from sdflow.models.image_prompts import tokens_input
 from sdflow.models.more_parameters import clip_vision_parameters
+from sdflow.models.ports import Port, Ports, Sizes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -110,7 +111,8 @@ class ImageEncoder(Model):
         module.forward = forward
 
     def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As in `encode_image` of diffusers' pipelines and the UNet's `encoder_hid_proj`."""
+        """Return (batch, tokens, width) per projection, as `encode_image` of diffusers' pipelines and the UNet's
+        `encoder_hid_proj` do."""
         import torch
 
         shown = inputs[SHOWN] > 0

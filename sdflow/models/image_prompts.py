@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sdflow.models.base import Config, Original, Port
+from sdflow.models.base import Config, Original
+from sdflow.models.ports import Port
 
 if TYPE_CHECKING:
     import torch

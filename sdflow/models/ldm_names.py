@@ -43,17 +43,13 @@ def ldm_unet_names(names: Iterable[str]) -> dict[str, str]:
     names = list(names)
     layers = len({match[4] for name in names if (match := _BLOCK.match(name)) and match[2] == "0" and _is_down(match)})
     with_attention = {
-        match[2] for name in names if (match := _BLOCK.match(name)) and match[1] == "up" and _attends(match)
+        match[2] for name in names if (match := _BLOCK.match(name)) and match[1] == "up" and match[3] == "attentions"
     }
     return {name: found for name in names if (found := _unet_name(name, layers, with_attention))}
 
 
 def _is_down(match: re.Match[str]) -> bool:
     return match[1] == "down" and match[3] == "resnets"
-
-
-def _attends(match: re.Match[str]) -> bool:
-    return match[3] == "attentions"
 
 
 def _unet_name(name: str, layers: int, with_attention: set[str]) -> str | None:

@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sdflow.models.base import Config, Model, Port, Ports, Shapes, Sizes
+from sdflow.models.base import Config, Model, Shapes
 from sdflow.models.parameters import MOST_BLOCKS, Found, linear_layer
+from sdflow.models.ports import Port, Ports, Sizes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,7 +105,7 @@ class Qwen3Text(Model):
         }
 
     def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
-        """Return texts of random lengths, padded on the right."""
+        """Return texts of random lengths, padded on the right: ids or their mask, (batch, tokens)."""
         import numpy as np
 
         if port.name == "attention_mask":
@@ -151,7 +152,8 @@ class Qwen3Text(Model):
     def recorded_outputs(
         self, ports: Ports, kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Pick the chosen states: with `output_hidden_states`, they are the last outputs of the call."""
+        """Pick the chosen states, (batch, tokens, hidden size) each: with `output_hidden_states`, they are the last
+        outputs of the call."""
         chosen = [int(port.name.partition(".")[2]) for port in ports.outputs]
         return {port.name: outputs[1 + layer] for port, layer in zip(ports.outputs, chosen, strict=True)}
 

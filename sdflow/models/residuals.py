@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sdflow.models.base import Config, Port, divided
+from sdflow.models.base import Config
+from sdflow.models.ports import Port, divided
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,7 @@ def as_arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_name(skips: Sequence[torch.Tensor] | None, middle: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Convert diffusers' residuals to inputs by name; empty without residuals."""
+    """Convert diffusers' residuals, (batch, channels, rows, columns) each, to inputs by name; empty without residuals."""
     if skips is None or middle is None:
         return {}
     return {**{f"{_SKIP}{index}": value for index, value in enumerate(skips)}, MIDDLE: middle}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sdflow.models.base import Config, Model, Port, Ports, Role, Shapes, Sizes
+from sdflow.models.base import Config, Model, Shapes
 from sdflow.models.clip_text import UNUSED
 from sdflow.models.more_parameters import clip_vision_parameters
+from sdflow.models.ports import Port, Ports, Role, Sizes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,7 +78,8 @@ class SafetyChecker(Model):
         module.forward = forward
 
     def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the flags of diffusers' StableDiffusionSafetyChecker.forward_onnx, and the scores behind them."""
+        """Return images and flags of diffusers' StableDiffusionSafetyChecker.forward_onnx, and the scores behind the flags,
+        (batch, concepts)."""
         import torch
         from diffusers.pipelines.stable_diffusion.safety_checker import cosine_distance
 
@@ -91,7 +93,7 @@ class SafetyChecker(Model):
         return {"out_images": blackened, "has_nsfw_concepts": flagged, "scores": scores}
 
     def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """diffusers passes `images` as an NHWC numpy array."""
+        """diffusers passes `images` as a numpy array, (batch, height, width, 3), in [0, 1]."""
         import torch
 
         return {"clip_input": kwargs["clip_input"], "images": torch.as_tensor(kwargs["images"])}

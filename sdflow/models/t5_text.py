@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sdflow.models.base import Config, Model, Port, Ports, Shapes, Sizes
+from sdflow.models.base import Config, Model, Shapes
+from sdflow.models.ports import Port, Ports, Sizes
 from sdflow.models.transformer_parameters import t5_parameters
 
 if TYPE_CHECKING:

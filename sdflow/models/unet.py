@@ -16,19 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.errors import PassError
-from sdflow.models.base import (
-    GUIDANCE,
-    Config,
-    Model,
-    Original,
-    Port,
-    Ports,
-    Role,
-    Shapes,
-    Sizes,
-    halved,
-    timestep_port,
-)
+from sdflow.models.base import Config, Model, Original, Shapes, halved
 from sdflow.models.image_prompts import (
     ADAPTED,
     ScaleInput,
@@ -44,6 +32,7 @@ from sdflow.models.image_prompts import (
 )
 from sdflow.models.ldm_names import ldm_unet_names
 from sdflow.models.parameters import unet_parameters
+from sdflow.models.ports import GUIDANCE, Port, Ports, Role, Sizes, timestep_port
 from sdflow.models.residuals import CONTROLLED, as_arguments, by_name, is_residual, residual_ports
 from sdflow.models.working_memory import unet_values
 
@@ -250,7 +239,7 @@ def main_ports(config: Config, where: str, time_ids: int = UNet.time_ids) -> tup
 
 
 def made_up(port: Port, shape: list[int], random: np.random.Generator) -> np.ndarray:
-    """Return random values for one of these inputs."""
+    """Return random values of this shape for one of these inputs: timesteps 0 to 1000, sizes up to 1024 pixels."""
     import numpy as np
 
     if port.role is Role.TIMESTEP:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sdflow.models.base import Config, Model, Port, Ports, Role, Shapes, Sizes, halved
+from sdflow.models.base import Config, Model, Shapes, halved
+from sdflow.models.ports import Port, Ports, Role, Sizes
 
 if TYPE_CHECKING:
     import torch

@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from sdflow.onnx_model.float8 import DOMAIN
+from sdflow.onnx_model.nodes import attribute
 
 INT8_MATMUL = "Int8MatMul"
 UNIT_IN, UNIT_OUT, WIDEST = 16, 8, 20480
@@ -35,4 +36,4 @@ def has_int8(model: Any) -> bool:
 
 def rotation_of(node: Any) -> int:
     """Return an Int8MatMul's rotation, 0 for none."""
-    return next((int(item.i) for item in node.attribute if item.name == "rotation"), 0)
+    return int(attribute(node, "rotation", 0))

@@ -1,4 +1,4 @@
-"""Copy and sort nodes of an ONNX graph."""
+"""Read, copy and sort nodes of an ONNX graph."""
 
 from __future__ import annotations
 
@@ -11,6 +11,25 @@ from sdflow.errors import PassError
 def copied(message: Any) -> Any:
     """Return a copy of a protobuf message without a parent."""
     return type(message).FromString(message.SerializeToString())
+
+
+def attributes(node: Any) -> dict[str, Any]:
+    """Return a node's attributes, by name."""
+    from onnx import helper
+
+    return {item.name: helper.get_attribute_value(item) for item in node.attribute}
+
+
+def attribute(node: Any, name: str, otherwise: Any) -> Any:
+    """Return a node's attribute, or `otherwise` if it has none of this name."""
+    from onnx import helper
+
+    return next((helper.get_attribute_value(item) for item in node.attribute if item.name == name), otherwise)
+
+
+def first_output(node: Any) -> str:
+    """Return the first output that a node names."""
+    return next(str(name) for name in node.output if name)
 
 
 def in_order(nodes: Sequence[Any]) -> list[Any]:

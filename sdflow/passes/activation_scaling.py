@@ -181,7 +181,8 @@ class _Stream:
     def _scaled(self, node: Any, name: str, power: int) -> str:
         import onnx
 
-        from sdflow.weights.recipe import Scaled, scaled
+        from sdflow.weights.evaluate import scaled
+        from sdflow.weights.recipe import Scaled
 
         if self.edit.weights[name].data_type != onnx.TensorProto.FLOAT:
             raise _refused(node, f"{name} is not float32", "Put it right after OnnxConversion.")

@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from sdflow.artifact import Facts
+from sdflow.onnx_model.nodes import attribute, attributes
 from sdflow.passes.base import PassConfig
 from sdflow.passes.editing import EditingPass
 from sdflow.passes.graph_edit import GraphEdit
@@ -133,7 +134,7 @@ def _into_group_norm(edit: GraphEdit, node: Any) -> int:
     import numpy as np
     from onnx import helper
 
-    if not _nhwc(node):
+    if attribute(node, "channels_last", 1) != 1:
         return 0
     source = node.input[0]
     conv = edit.producers.get(source)
@@ -170,7 +171,7 @@ def _into_layer_norm(edit: GraphEdit, norm: Any) -> int:
         return 0
     value, bias = conv.output[0], _bias(conv)
     others = [reader for reader in edit.readers[value] if reader is not reshape and not _reads_shape(edit, reader)]
-    options = {item.name: helper.get_attribute_value(item) for item in norm.attribute}
+    options = attributes(norm)
     scale = edit.weights.get(norm.input[1])
     # The scale is as wide as the bias, so the last axis still holds the channels.
     if others or value in edit.results or scale is None or list(scale.dims) != list(edit.weights[bias].dims):
@@ -207,10 +208,6 @@ def _reads_shape(edit: GraphEdit, node: Any) -> bool:
     if node.op_type == "Transpose" and node.output[0] not in edit.results:
         return all(reader.op_type == "Shape" for reader in edit.readers[node.output[0]])
     return bool(node.op_type == "Shape")
-
-
-def _nhwc(node: Any) -> bool:
-    return all(item.i == 1 for item in node.attribute if item.name == "channels_last")
 
 
 def _residual(edit: GraphEdit, add: Any) -> list[tuple[Any, str]]:

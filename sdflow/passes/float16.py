@@ -27,7 +27,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE, Facts
 from sdflow.errors import PassError
-from sdflow.models.base import EXACT
+from sdflow.models.ports import EXACT
 from sdflow.onnx_model.facts import dtype_name, graph_facts, tensor_bytes
 from sdflow.onnx_model.files import write_graph
 from sdflow.onnx_model.stub import is_stub

@@ -64,7 +64,8 @@ class GraphEdit:
         """
         import onnx
 
-        from sdflow.weights.recipe import Sum, add_up
+        from sdflow.weights.evaluate import add_up
+        from sdflow.weights.recipe import Sum
 
         if len(names) == 1:
             return names[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sdflow.onnx_model.nodes import attributes
 from sdflow.passes.graph_edit import GraphEdit
 
 TO_NCHW = [0, 3, 1, 2]
@@ -12,9 +13,8 @@ TO_NHWC = [0, 2, 3, 1]
 
 def whole_factor(edit: GraphEdit, resize: Any) -> int:
     """Return k if `resize` repeats each pixel k times in both directions, otherwise 0."""
-    from onnx import helper
 
-    settings = {item.name: helper.get_attribute_value(item) for item in resize.attribute}
+    settings = attributes(resize)
     repeats = (
         settings.get("mode", b"nearest") == b"nearest"
         and settings.get("coordinate_transformation_mode", b"half_pixel") == b"asymmetric"

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from sdflow.artifact import CONFIG_FILE, MODEL_FILE, Facts
 from sdflow.errors import PassError
 from sdflow.families import FAMILIES
-from sdflow.models.base import Ports
+from sdflow.models.ports import Ports
 from sdflow.onnx_model.facts import graph_facts
 from sdflow.onnx_model.files import write_graph
 from sdflow.passes.base import TRACES, InputKind, Pass, PassConfig, PassInputs

@@ -24,7 +24,7 @@ from pydantic import Field, model_validator
 
 from sdflow.artifact import MODEL_FILE, Facts
 from sdflow.errors import PassError
-from sdflow.models.base import EXACT
+from sdflow.models.ports import EXACT
 from sdflow.onnx_model.facts import graph_facts
 from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
 from sdflow.passes.float16 import KeepFloat32, convert_to_float16, float16_facts

@@ -16,7 +16,8 @@ from sdflow.disk.input_file import read_input
 from sdflow.disk.locked_folder import scratch_folder
 from sdflow.errors import PassError
 from sdflow.passes.user_pass import load_user_pass, user_script_files
-from sdflow.processes.workers import Worker, limit_memory, run_worker, serve_request
+from sdflow.processes.in_worker import limit_memory, serve_request
+from sdflow.processes.workers import Worker, run_worker
 
 SECONDS = 60.0
 """Time limit for importing a script; torch alone may take ten."""

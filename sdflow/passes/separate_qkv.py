@@ -17,6 +17,7 @@ from pydantic import Field
 
 from sdflow.artifact import Facts
 from sdflow.errors import PassError
+from sdflow.onnx_model.nodes import attribute
 from sdflow.passes.base import PassConfig
 from sdflow.passes.editing import EditingPass
 from sdflow.passes.graph_edit import GraphEdit
@@ -60,7 +61,7 @@ def _separate(edit: GraphEdit, attention: Any, widest: int) -> bool:
     )
     if product is None or product.op_type != "MatMul" or product.input[1] not in edit.weights:
         return False
-    heads = next(item.i for item in attention.attribute if item.name == "num_heads")
+    heads = attribute(attention, "num_heads", None)
     source, weight = product.input[0], edit.weights[product.input[1]]
     channels, packed = weight.dims
     if packed // 3 > widest:

@@ -24,6 +24,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from sdflow.artifact import Facts
+from sdflow.onnx_model.nodes import attributes
 from sdflow.onnx_model.phases import interleaved
 from sdflow.passes.base import PassConfig
 from sdflow.passes.editing import EditingPass
@@ -127,11 +128,11 @@ def _replace_nhwc_conv(edit: GraphEdit, resize: Any, cast: Any | None, conv: Any
 
 
 def _fits(edit: GraphEdit, conv: Any | None, op_type: str) -> bool:
-    from onnx import TensorProto, helper
+    from onnx import TensorProto
 
     if conv is None or conv.op_type != op_type:
         return False
-    settings = {item.name: helper.get_attribute_value(item) for item in conv.attribute}
+    settings = attributes(conv)
     weight = edit.weights.get(conv.input[1])
     of_kernel = slice(2, 4) if op_type == "Conv" else slice(1, 3)
     return (
@@ -148,7 +149,8 @@ def _fits(edit: GraphEdit, conv: Any | None, op_type: str) -> bool:
 
 def _kernel(edit: GraphEdit, weight: str, row: int, column: int) -> str:
     """Return one of the four kernels: (out, in, 3, 3) -> (out, in, 2, 2)."""
-    from sdflow.weights.recipe import SumAlong, add_along
+    from sdflow.weights.evaluate import add_along
+    from sdflow.weights.recipe import SumAlong
 
     of_rows, of_columns = MEETING[row], MEETING[column]
     return edit.moved(
@@ -161,7 +163,8 @@ def _kernel(edit: GraphEdit, weight: str, row: int, column: int) -> str:
 
 def _kernels(edit: GraphEdit, weight: str) -> str:
     """Return all four kernels, concatenated for one NhwcConv: (out, 3, 3, in) -> (4 out, 2, 2, in)."""
-    from sdflow.weights.recipe import Reshape, SumAlong, Transpose, add_along
+    from sdflow.weights.evaluate import add_along
+    from sdflow.weights.recipe import Reshape, SumAlong, Transpose
 
     groups = (*MEETING[0], *MEETING[1])
     out, _, _, channels = edit.weights[weight].dims

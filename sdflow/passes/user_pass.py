@@ -101,8 +101,8 @@ def _load(script: Path) -> ModuleType:
         raise PassError("cannot be loaded as Python", where=str(script))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    beside = str(script.parent)
-    sys.path.insert(0, beside)
+    folder = str(script.parent)
+    sys.path.insert(0, folder)
     try:
         with _compiled_anew(script.parent), redirect_stdout(sys.stderr):  # standard output is for results
             exec(compile(content, script, "exec", dont_inherit=True), vars(module))
@@ -113,7 +113,7 @@ def _load(script: Path) -> ModuleType:
         del sys.modules[name]
         raise _failure(cause, script, "when it is imported") from cause
     finally:
-        sys.path.remove(beside)
+        sys.path.remove(folder)
     return module
 
 

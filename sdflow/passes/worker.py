@@ -15,7 +15,7 @@ from sdflow.passes import registry
 from sdflow.passes.base import Pass, PassInputs
 from sdflow.passes.outcome import require_facts
 from sdflow.passes.user_pass import failed_run, is_user_pass
-from sdflow.processes.workers import serve_request
+from sdflow.processes.in_worker import serve_request
 from sdflow.weights.lora import LoraInput
 from sdflow.weights.structure import without_weights, write_parameters
 

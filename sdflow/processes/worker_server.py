@@ -37,8 +37,9 @@ from typing import NoReturn
 
 from sdflow.disk.locked_folder import scratch_folder
 from sdflow.errors import PassError
+from sdflow.processes.in_worker import deny_network
 from sdflow.processes.process_tree import adopt_orphans, kill_descendants, kill_session
-from sdflow.processes.workers import SIDE_BY_SIDE, Descriptors, Start, Worker, clean_environment, deny_network
+from sdflow.processes.workers import SIDE_BY_SIDE, Descriptors, Start, Worker, clean_environment
 
 AVAILABLE = sys.platform == "linux"
 PR_SET_PDEATHSIG = 1

@@ -23,7 +23,7 @@ def print_verifications(
     """The verdict of each pipeline. fixes: pipeline -> lines for its workflow. quiet: only the verdict."""
     if as_json:
         proposed = {
-            name: [{"submodel": each.submodel, each.option: [*each.beside, *each.nodes]} for each in found]
+            name: [{"submodel": each.submodel, each.option: [*each.existing, *each.nodes]} for each in found]
             for name, found in fixes.items()
         }
         print_json("verification", {"pipelines": [result.to_json() for result in results], "fixes": proposed})

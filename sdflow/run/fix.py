@@ -37,19 +37,19 @@ ROUNDS = 4
 @dataclass(frozen=True)
 class Fix:
     """Nodes of a submodel to leave unconverted, and the number of builds tried to find them. by, option: the pass and
-    its option that list them. beside: the option's existing entries."""
+    its option that list them. existing: the option's existing entries."""
 
     submodel: str
     nodes: tuple[str, ...]
     tried: int
     by: str = CONVERSION
     option: str = BLOCKED
-    beside: tuple[str, ...] = ()
+    existing: tuple[str, ...] = ()
 
     def yaml(self) -> str:
         """The lines to add to the workflow."""
         listed = "".join(
-            f"\n          - {json.dumps(name) if '*' in name else name}" for name in (*self.beside, *self.nodes)
+            f"\n          - {json.dumps(name) if '*' in name else name}" for name in (*self.existing, *self.nodes)
         )
         return f"submodels:\n  {self.submodel}:\n    passes:\n      {self.by}:\n        {self.option}:{listed}"
 
@@ -97,7 +97,7 @@ def _fix(trials: _Trials, before: Verification, submodel: str) -> Fix:
     (pipeline,) = trials.workflow.pipelines
     step = next(each for each in pipeline.submodels[submodel] if each.pass_name == CONVERSION)
     needed = smallest((), found, lambda nodes: verified(nodes).passed)
-    return Fix(submodel, tuple(needed), len(tried) - 1, beside=tuple(step.options.get(BLOCKED) or ()))
+    return Fix(submodel, tuple(needed), len(tried) - 1, existing=tuple(step.options.get(BLOCKED) or ()))
 
 
 def _fix_quantized(trials: _Trials, before: Verification, submodel: str) -> Fix:

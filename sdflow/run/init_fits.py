@@ -62,7 +62,7 @@ def _comments(pipeline: PipelineSpec, chosen: Choice, quicker: Sequence[Choice],
         "#",
         f"# Chosen for {spell_bytes(available)} of {kind}: {in_words(chosen)}. One image of {need.size}x{need.size} takes "
         f"{spell_bytes(available if chosen.way == 'streamed' else chosen.peak)} at most",
-        f"# by estimate ({error}see docs/device_memory.md), {spell_bytes(need.beside)} of them besides the pipeline:",
+        f"# by estimate ({error}see docs/device_memory.md), {spell_bytes(need.outside)} of them besides the pipeline:",
     ]
     for submodel, each in need.submodels.items():
         quantized = chosen.quantized.get(submodel)

@@ -66,12 +66,12 @@ class Ensemble:
         target = target_of(Path(folder), target)
         mine, theirs = (read_manifest(Path(each)).artifacts for each in (folder, refiner))
         others = [name for name, digest in theirs.items() if mine.get(name) != digest]
-        base = Pipeline.load(folder, target, **options, beside=sum(weight_bytes(Path(refiner), others).values()))
+        base = Pipeline.load(folder, target, **options, other_weights=sum(weight_bytes(Path(refiner), others).values()))
         shared = {name: each for name, each in base.submodels.items() if mine.get(name) == theirs.get(name)}
         if options.get("embeddings"):  # words are added per text encoder
             shared = {name: each for name, each in shared.items() if name not in base.family.text}
-        beside = sum(weight_bytes(Path(folder), base.submodels).values())
-        return cls(base, Pipeline.load(refiner, target, **options, shared=shared, beside=beside))
+        other_weights = sum(weight_bytes(Path(folder), base.submodels).values())
+        return cls(base, Pipeline.load(refiner, target, **options, shared=shared, other_weights=other_weights))
 
     @classmethod
     def of_folder(cls, folder: Path | str, target: str | Target | None = None, **options: Any) -> Pipeline | Ensemble:

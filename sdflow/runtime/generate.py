@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.digest import digest_file
 from sdflow.errors import os_errors_as
-from sdflow.families.image_text import APPROXIMATION
 from sdflow.families.shared.approximation import Approximation
 from sdflow.families.shared.few_steps import spelled
 from sdflow.machine.packages import versions
@@ -23,6 +22,7 @@ from sdflow.runtime.ensemble import REFINER_START, Ensemble
 from sdflow.runtime.files.folder import folder_adapters
 from sdflow.runtime.files.image_files import open_image
 from sdflow.runtime.files.image_prompt_files import for_adapters
+from sdflow.runtime.files.image_text import APPROXIMATION
 from sdflow.runtime.files.recorded_tuning import recorded_tuning
 from sdflow.runtime.files.words import recorded_embeddings
 from sdflow.runtime.pipeline import Pipeline

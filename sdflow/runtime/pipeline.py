@@ -218,8 +218,8 @@ class Pipeline(PipelineParts):
             require_room(schedule, shape, self.place.device)
             first = latents if denoising_start is None else torch.zeros(shape)  # no noise is added
             noises = [self.place.placed(each) for each in draw_noises(shape, schedule.draws, first, generator)]
-            beside = self.task == "inpaint"
-            start = make_start(noises, image, mask, self.encode, beside=beside, from_image=from_image)
+            takes_mask = self.task == "inpaint"
+            start = make_start(noises, image, mask, self.encode, takes_mask=takes_mask, from_image=from_image)
             request = Request(
                 prompts,
                 negatives,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sdflow.errors import TiledWarning
 from sdflow.families.shared.latents import Latents
 from sdflow.machine.memory import available_bytes
-from sdflow.models.base import Role
+from sdflow.models.ports import Role
 from sdflow.models.vae_half import DecoderHalf
 from sdflow.runtime.sessions.residency import HEADROOM
 from sdflow.runtime.sessions.submodel import Submodel

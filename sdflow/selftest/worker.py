@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sdflow.processes.workers import serve_request
+from sdflow.processes.in_worker import serve_request
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.samples.prompts import evaluation_set, first_latents
 from sdflow.selftest import MODEL, png_of

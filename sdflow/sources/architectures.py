@@ -13,7 +13,7 @@ from sdflow.errors import CheckpointError
 from sdflow.families import ADAPTER_ARCHITECTURES, ARCHITECTURES, COMPONENT_ARCHITECTURES
 from sdflow.families.shared.architecture import Architecture
 from sdflow.families.shared.part import Companion
-from sdflow.families.shared.schedulers import prediction
+from sdflow.families.shared.schedulers import VELOCITY, prediction
 
 _CONFIG_FILE = {"scheduler": "scheduler_config.json", "feature_extractor": "preprocessor_config.json"}
 
@@ -55,7 +55,7 @@ def architecture_config(architecture: str, component: str) -> dict[str, Any]:
 
 def prediction_of(architecture: str) -> str:
     """What its denoiser predicts: "epsilon", "v_prediction", or "flow" if its scheduler has no choice."""
-    return prediction(architecture_config(architecture, "scheduler"), "flow")
+    return prediction(architecture_config(architecture, "scheduler"), VELOCITY)
 
 
 def architecture_index(architecture: str) -> dict[str, Any]:

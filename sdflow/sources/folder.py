@@ -121,9 +121,9 @@ def open_folder(
 
     submodels = submodels_of(family, {name: configs[name] for name in found}, read_options(family, index), build)
     companions = _companions(folder, family, submodels)
-    beside = sorted(place / name for place in companions.values() for name in companion_files(place))
-    stamps = [file_stamp(path) for path in beside]  # before the digests
-    for path in beside:
+    small = sorted(place / name for place in companions.values() for name in companion_files(place))
+    stamps = [file_stamp(path) for path in small]  # before the digests
+    for path in small:
         files[path.relative_to(folder).as_posix()] = access.digests.digest(path)
     return Checkpoint(
         family=family,

@@ -36,16 +36,14 @@ _OTHERS = (
     ("adapter.body.", "T2I-Adapter"),
     ("body.0.rdb1.", "upscaler (ESRGAN)"),
 )
-# Networks like a family's, in sizes that no shipped architecture has.
-_UNKNOWN_SIZES = (
-    *(relative for family in FAMILIES.values() for relative in family.relatives),
-    ("double_blocks.", "denoiser of Flux"),
+# Networks like a family's, in sizes that no shipped architecture has; the longest prefix first, as the most specific.
+_UNKNOWN_SIZES = sorted(
+    (relative for family in FAMILIES.values() for relative in family.relatives), key=lambda row: -len(row[0])
 )
 # Contents of files that are not whole checkpoints, named in error messages.
 _PARTIAL = (
     ("lora_", "a LoRA: name it under `loras`"),
-    ("double_blocks.", "a denoiser of Flux: name its pipeline's folder as `model`, and this under `components`"),
-    ("joint_blocks.", "Stable Diffusion 3"),
+    *((prefix, f"a {kind}") for prefix, kind in _UNKNOWN_SIZES),
     ("down_blocks.", "a UNet in diffusers' layout: name the folder that holds model_index.json"),
     ("encoder.down_blocks.", "a VAE in diffusers' layout: name the folder that holds model_index.json"),
     ("text_model.encoder.", "a text encoder alone"),
@@ -232,9 +230,16 @@ def _prefixed(prints: Fingerprint, part: Part) -> list[Fingerprint]:
 def _what_instead(path: Path, shapes: Shapes) -> str:
     """The content of a file that is not a whole checkpoint, or its difference from the nearest architecture, as the end
     of a sentence."""
-    kind = recognize(path, shapes).kind
+    found = recognize(path, shapes)
+    kind = found.kind
     if kind == LORA:
         return "this is a LoRA or a related adapter: name it under `loras`"
+    if kind == COMPONENT and not found.alone:
+        family = family_of_architecture(found.architectures[0])
+        return (
+            f"this is the {found.title} alone, of {family.title}: name its pipeline's folder or repository as `model`, and "
+            "this file under `components`"
+        )
     if kind not in (CHECKPOINT, COMPONENT, UNKNOWN):
         return f"this is {'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
     shapes = {**shapes, **current_shapes(shapes)}

@@ -15,7 +15,7 @@ from sdflow.distance import largest_difference, psnr, ssim
 from sdflow.families.shared.base import Family
 from sdflow.families.shared.image_prompts import ImagePrompt, adapter_count, image_conditions
 from sdflow.families.shared.request import Request, Tensors
-from sdflow.models.base import Ports, Role
+from sdflow.models.ports import Ports, Role
 from sdflow.models.vae import image_reader
 from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.files.folder import (
@@ -130,14 +130,14 @@ def text_to_image(
     step_options = {name: value for name, value in known.items() if name in accepted}
     noise, start = torch.from_numpy(first), canvas(task, height, width)
     sample = noising.first(scheduler, noise) if begin is None else noise
-    beside = [sample[:, :0]]  # channels of the denoiser's input after the latents
+    context = [sample[:, :0]]  # channels of the denoiser's input after the latents
     if task == "inpaint":
-        beside = _mask_and_masked(encode, start["image"], start["mask_image"])
+        context = _mask_and_masked(encode, start["image"], start["mask_image"])
     elif task == "image" and begin is None:
         pixels = image_reader(1).preprocess(start["image"])
         sample = noising.noised(scheduler, encode(pixels), noise, scheduler.timesteps[:1])
     for timestep in _part(scheduler, begin, end):
-        scaled = torch.cat([noising.scaled(scheduler, sample, timestep), *beside], dim=1)
+        scaled = torch.cat([noising.scaled(scheduler, sample, timestep), *context], dim=1)
         doubled = torch.cat([scaled] * conditions.halves)
         moving = {names.latents: doubled, names.timestep: torch.tensor([timestep.item()])}
         inputs = {**moving, **conditions.inputs, **inputs_of_images}

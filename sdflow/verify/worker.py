@@ -10,7 +10,7 @@ from typing import Any
 from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
 from sdflow.machine.memory import available_bytes, return_freed_memory
-from sdflow.processes.workers import serve_request
+from sdflow.processes.in_worker import serve_request
 from sdflow.units import spell_bytes
 from sdflow.verify.artifact.judge import judge, judge_on_device
 from sdflow.verify.artifact.judge_request import JudgeRequest

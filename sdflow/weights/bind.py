@@ -203,8 +203,8 @@ def _require_same_layout(base: Path, size: int) -> None:
 
 
 def _values(tensor: Any, recipe: Recipe, tensors: Merged, counts: AtLimit, lately: Lately) -> NDArray[Any]:
+    from sdflow.weights.evaluate import evaluate
     from sdflow.weights.layout import contiguous
-    from sdflow.weights.recipe import evaluate
 
     try:
         values = evaluate(recipe, tensors.read, counts, tensors.blocks, lately)

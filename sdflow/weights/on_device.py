@@ -186,7 +186,7 @@ def _rounding(recipe: Rounded) -> Rounding:
 
 def leaves_of(recipe: Recipe, rounding: Rounding = None) -> Iterator[Leaf]:
     """Yield the parameters that a recipe reads, with their rounding, which is applied first, as in
-    `sdflow.weights.recipe.evaluate`."""
+    `sdflow.weights.evaluate.evaluate`."""
     if isinstance(recipe, Rounded):
         yield from leaves_of(recipe.of, _rounding(recipe))
     elif isinstance(recipe, Join):
@@ -204,7 +204,7 @@ def leaves_of(recipe: Recipe, rounding: Rounding = None) -> Iterator[Leaf]:
 
 
 def evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device) -> torch.Tensor:
-    """Evaluate a recipe like `sdflow.weights.recipe.evaluate`; the result may be non-contiguous. read: returns its
+    """Evaluate a recipe like `sdflow.weights.evaluate.evaluate`; the result may be non-contiguous. read: returns its
     leaves.
 
     Blockwise weights are not supported: their readers only take constants (`sdflow.serve.loras.live_loras.READERS`).

@@ -92,7 +92,7 @@ def test_peak_memory_is_that_of_the_worker_alone(result: EvaluationResult) -> No
     assert 100e6 < result.peak_memory_bytes < 2e9
     ballast = bytearray(os.urandom(1024)) * 800_000  # 800 MB here must not count there
     assert psutil.Process().memory_info().rss > 800e6
-    script = "from sdflow.processes.workers import peak_memory; print(peak_memory())"
+    script = "from sdflow.processes.in_worker import peak_memory; print(peak_memory())"
     alone = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     assert int(alone.stdout) < 300e6
     del ballast

@@ -24,8 +24,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from sdflow.runtime.kernels import library
-from sdflow.runtime.kernels.parts import FOLDER, SOURCES
+from sdflow.runtime.kernels import compilation
+from sdflow.runtime.kernels.parts import FOLDER, PARTS
 
 CPU = Path(__file__).parent
 PTX = ("overlap.cuh", "float16.cuh", "float8.cuh", "cluster.cuh", "mma.cuh", "int8.cuh", "hopper.cuh", "bfloat16.cuh")
@@ -42,7 +42,8 @@ SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 PATTERN = "-ftrivial-auto-var-init=pattern"
 """Variables begin as NaN in float16 and 1e38 in float32, so that what is not assigned shows."""
 
-DEFINES = [f"-D{name}={value}" for name, value in library.DEFINES.items()]
+SOURCES = tuple(dict.fromkeys(FOLDER / name for part in PARTS.values() for name in part.sources))
+DEFINES = [f"-D{name}={value}" for name, value in compilation.DEFINES.items()]
 CPP = ["g++", "-std=c++20", "-mf16c", "-Wno-psabi"]
 C = ["gcc", "-Ddlopen=emulated_dlopen", "-Ddlsym=emulated_dlsym"]
 
@@ -87,7 +88,7 @@ def compile_kernels(folder: Path, made: str, texts: dict[str, str], optimization
 
 
 def compile_operator(source: Path, folder: Path) -> Path:
-    """The object, of one of library.OPERATORS or a changed one."""
+    """The object, of one of compilation.OPERATORS or a changed one."""
     return _compile([*C, "-O1", str(source)], folder / f"{source.name}.o")
 
 
@@ -105,7 +106,7 @@ def compile_objects(folder: Path) -> None:
             )
         ]
         made += [pool.submit(_compile, [*CPP, "-O1", str(CPU / name)], folder / f"{name}.o") for name in EMULATION]
-        made += [pool.submit(compile_operator, path, folder) for path in library.OPERATORS]
+        made += [pool.submit(compile_operator, path, folder) for path in compilation.OPERATORS]
         for each in made:
             each.result()
 

@@ -410,6 +410,8 @@ def test_a_pickled_embedding_and_checkpoint_are_named_too(tmp_path: Path) -> Non
         "ip_adapter.1.to_k_ip.weight": "IP-Adapter",
         "double_blocks.0.img_attn.qkv.weight": "denoiser of Flux",
         "double_stream_modulation_img.lin.weight": "denoiser of FLUX.2",
+        "joint_blocks.0.x_block.attn.qkv.weight": "denoiser of Stable Diffusion 3",
+        "cap_pad_token": "denoiser of Z-Image",
     }.items(),
 )
 def test_other_networks_are_named(name: str, kind: str, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from sdflow.serve.engine.engine import Engine
 from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.jobs import Drawn, Failed, Job, Message, Turned
 from sdflow.sources import PlainDigests, load_module, load_pipeline, open_checkpoint
+from tests.sources.hub_cache import COMMIT, cached_repository
 
 WORKFLOW = """
 extends: base/flux2.yaml
@@ -273,6 +274,27 @@ def test_inspect_and_init_know_it(shell: Shell, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "extends: base/flux2.yaml" in (shell.folder / "mine.yaml").read_text()
     assert shell.run("validate", "mine.yaml").returncode == 0
+
+
+def test_a_repository_of_the_hub_is_the_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the digests that make up cache keys, beside which the commit stands."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    shutil.copytree(folder, cached_repository(tmp_path, "owner/klein") / "snapshots" / COMMIT)
+    own, fetched = (
+        open_checkpoint(each, digests=PlainDigests(), download=False) for each in (str(folder), "hf:owner/klein")
+    )
+    assert fetched.family is FAMILIES["flux2"] and fetched.options == own.options
+    assert fetched.submodels.keys() == own.submodels.keys()
+    for name, each in own.submodels.items():
+        assert {**fetched.submodels[name].identity, **each.identity} == fetched.submodels[name].identity
+
+
+@pytest.mark.slow
+def test_tune_chooses(shell: Shell, built: Path) -> None:
+    tuned = shell.json(
+        "tune", str(built), "--size", "32", "--steps", "1", "--rounds", "1", "--option", "memory_pattern"
+    )
+    assert tuned["kind"] == "tune"
 
 
 def test_bench_compares_it_with_diffusers(shell: Shell, built: Path) -> None:

@@ -259,6 +259,12 @@ def test_bench_compares_it_with_diffusers(shell: Shell, built: str) -> None:
     assert verdicts == {"ort-cpu": "right", "torch-sdpa": "right"}
 
 
+@pytest.mark.slow
+def test_tune_chooses(shell: Shell, built: str) -> None:
+    tuned = shell.json("tune", built, "--size", "64", "--steps", "1", "--rounds", "1", "--option", "memory_pattern")
+    assert tuned["kind"] == "tune"
+
+
 def test_a_server_draws_prompts_of_different_lengths(shell: Shell, built: str) -> None:
     with running_server(str(shell.folder / built), environment=shell.environment(), started=shell.started) as server:
         for prompt in (PROMPT, LONG):

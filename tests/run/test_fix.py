@@ -49,7 +49,7 @@ def test_the_lines_are_those_of_a_workflow() -> None:
 
 
 def test_both_outputs_have_the_existing_entries(capsys: pytest.CaptureFixture[str]) -> None:
-    found = Fix("vae_decoder", ("/conv_in/Conv",), 3, beside=("*/Softmax",))
+    found = Fix("vae_decoder", ("/conv_in/Conv",), 3, existing=("*/Softmax",))
     passes = yaml.safe_load(found.yaml())["submodels"]["vae_decoder"]["passes"]
     assert passes == {"OnnxFloatToFloat16": {"node_block_list": ["*/Softmax", "/conv_in/Conv"]}}
     print_verifications([], as_json=True, fixes={"sdxl": [found]})

@@ -33,7 +33,7 @@ from sdflow.runtime.denoiser.shallow import depths, skip_joins
 from sdflow.runtime.denoiser.split import split
 from sdflow.runtime.draw_request import GenerateRequest
 from sdflow.runtime.ensemble import Ensemble
-from sdflow.runtime.files.images import SETTINGS_CHUNK
+from sdflow.runtime.files.image_text import SETTINGS
 from sdflow.runtime.generate import Progress, generate
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.request_check import with_approximation
@@ -291,7 +291,7 @@ def test_an_image_says_that_it_is_an_approximation(tiny_pipeline: Path, tmp_path
     result = generate(request, Progress(phase=told.append))
     reuse = {"every": 2, "from": 0.0, "to": 1.0, "layers": 1}
     with Image.open(result.images[0].file) as image:
-        assert json.loads(image.info[SETTINGS_CHUNK])["approximation"] == {"reuse": reuse}
+        assert json.loads(image.info[SETTINGS])["approximation"] == {"reuse": reuse}
     note = "approximates the model's image: reuse every=2,from=0,to=1,layers=1"
     assert note in told and note in result.notes
 

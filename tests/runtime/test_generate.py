@@ -18,7 +18,7 @@ from started_python import Command
 
 from sdflow.errors import UsageError
 from sdflow.runtime.draw_request import GenerateRequest
-from sdflow.runtime.files.images import SETTINGS_CHUNK
+from sdflow.runtime.files.image_text import SETTINGS
 from sdflow.runtime.generate import Progress, generate
 
 SMALL: dict[str, Any] = {"height": 64, "width": 64, "steps": 2, "target": "cpu", "threads": 1}
@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {"height": 64, "width": 64, "steps": 2, "target": "cpu",
 def read_settings(path: Path) -> dict[str, Any]:
     """The settings in a PNG file of an image."""
     with Image.open(path) as image:
-        settings: dict[str, Any] = json.loads(image.info[SETTINGS_CHUNK])
+        settings: dict[str, Any] = json.loads(image.info[SETTINGS])
     return settings
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sdflow.families.image_text_reading import read_image_settings
+from sdflow.runtime.files.image_text_reading import read_image_settings
 
 PAGE = Path(__file__).parents[2] / "docs/tutorials/gradio.md"
 

@@ -13,8 +13,8 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from sdflow.cli.app import app
-from sdflow.families.image_text_reading import read_image_settings
 from sdflow.runtime.draw_request import GenerateRequest
+from sdflow.runtime.files.image_text_reading import read_image_settings
 from sdflow.runtime.files.images import write_png
 from sdflow.runtime.generate import generate
 from sdflow.runtime.pipeline import Pipeline

@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 
 from sdflow.errors import SlowerWarning, TargetUnavailableError
 from sdflow.onnx_model.phases import interleaved
-from sdflow.runtime.kernels import library, proof
+from sdflow.runtime.kernels import compilation, library, proof
 from sdflow.runtime.kernels.definitions import CASES
 from sdflow.runtime.kernels.float8 import float8_library
 from sdflow.runtime.kernels.kept import keep
@@ -284,7 +284,7 @@ def test_products_that_geglu_does_not_make_quicker_stay(x: list[int], weight: li
 @pytest.mark.parametrize("capability", ["80", "90"])
 @pytest.mark.parametrize("name", PARTS)
 def test_each_part_compiles_by_itself_for_a_gpu_that_is_not_here(name: str, capability: str) -> None:
-    code = library.compile_part(name, library.Nvrtc(), library.architecture(capability))
+    code = compilation.compile_part(name, library.Nvrtc(), compilation.architecture(capability))
     known = {match.decode() for match in re.findall(rb"\0\.text\.(\w+)", code)}
     if capability == "90":
         assert known == KERNELS_OF[name]
@@ -309,7 +309,7 @@ KERNELS_OF = kernels_of()
 
 
 def test_each_operator_is_of_one_part_and_has_kernels() -> None:
-    text = "".join(path.read_text() for path in library.OPERATORS)
+    text = "".join(path.read_text() for path in compilation.OPERATORS)
     for part in PARTS.values():
         assert KERNELS_OF[part.name]
         assert f"load_kernels(PART_{part.name})" in text
@@ -320,7 +320,7 @@ def test_each_operator_is_of_one_part_and_has_kernels() -> None:
 
 @LINUX
 def test_the_operators_compile_and_three_functions_are_to_be_seen(tmp_path: Path) -> None:
-    library.compile_operators(tmp_path, flags=["-Wall", "-Wextra", "-Werror"])
+    compilation.compile_operators(tmp_path, flags=["-Wall", "-Wextra", "-Werror"])
     command = ["nm", "-D", "--defined-only", str(tmp_path / "libsdflow_kernels.so")]
     symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert symbols.split()[2::3] == ["RegisterCustomOps", "sdflow_give_code", "sdflow_moved_bytes"], symbols
@@ -331,7 +331,7 @@ def test_onnxruntime_takes_our_operators_and_knows_their_types(tmp_path: Path) -
     """On the CPU, where they have no kernel: ONNX Runtime resolves them, and then looks for a kernel in float32."""
     import onnxruntime
 
-    library.compile_operators(tmp_path)
+    compilation.compile_operators(tmp_path)
     made = tmp_path / "libsdflow_kernels.so"
 
     def refusal(graph: Any, *, registered: bool = True, element: int = TensorProto.FLOAT16) -> str:
@@ -374,12 +374,12 @@ def test_onnxruntime_takes_our_operators_and_knows_their_types(tmp_path: Path) -
 def test_a_c_compiler_that_fails_is_told_as_that(
     compiler: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "SLOWEST", 2)
+    monkeypatch.setattr(compilation, "SLOWEST", 2)
     path = tmp_path / "compiler"
     path.write_text(compiler)
     path.chmod(0o755)
     with pytest.raises(TargetUnavailableError, match=f"compiler cannot compile the operators: .*{said}"):
-        library.compile_operators(tmp_path, str(path))
+        compilation.compile_operators(tmp_path, str(path))
 
 
 @LINUX

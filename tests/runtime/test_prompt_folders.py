@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from sdflow.cli.app import app
 from sdflow.errors import CheckpointError, UsageError
-from sdflow.families.image_text_reading import read_image_settings
 from sdflow.prompts.reading import Reading
+from sdflow.runtime.files.image_text_reading import read_image_settings
 from sdflow.runtime.files.words import read_words
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.sources.embedding import embeddings_in

@@ -24,7 +24,7 @@ from cuda_on_cpu import run as run_emulated
 from onnx import TensorProto, helper
 
 from sdflow.errors import UsageError
-from sdflow.models.base import Role
+from sdflow.models.ports import Role
 from sdflow.onnx_model.nodes import in_order
 from sdflow.runtime.files.folder import (
     folder_defaults,

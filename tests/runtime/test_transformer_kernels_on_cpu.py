@@ -109,7 +109,7 @@ def test_sums_and_norms_are_right(launch: str, case: ResidualCase, program: Path
     assert residual(program, tmp_path, case) == launch
 
 
-BESIDE = ActivationCase((1, 5), 512, "beside", biases=True, behind=64, before=32, bfloat16=True)
+HALVES = ActivationCase((1, 5), 512, "halves", biases=True, behind=64, before=32, bfloat16=True)
 WIDE = ActivationCase((3,), 6144, "own", biases=True)
 UNEVEN = ActivationCase((7,), 2056, bfloat16=True)
 """257 vectors: two columns of blocks, of which the second is almost empty."""
@@ -118,12 +118,12 @@ UNEVEN = ActivationCase((7,), 2056, bfloat16=True)
 @pytest.mark.parametrize(
     ("launch", "case"),
     [
-        ("silu_gated_bfloat16 (1, 2, 1) (68, 3, 1)", BESIDE),
+        ("silu_gated_bfloat16 (1, 2, 1) (68, 3, 1)", HALVES),
         ("silu_gated_half (3, 3, 1) (256, 1, 1)", WIDE),
-        ("silu_gated_half (1, 20, 1) (3, 85, 1)", ActivationCase((3000,), 16, "beside", before=8)),
+        ("silu_gated_half (1, 20, 1) (3, 85, 1)", ActivationCase((3000,), 16, "halves", before=8)),
         ("tanh_gelu_half (1, 1, 1) (2, 128, 1)", ActivationCase((2, 3), 16, biases=True)),
         ("tanh_gelu_bfloat16 (2, 7, 1) (256, 1, 1)", UNEVEN),
-        ("float8_silu_gated_bfloat16 (5, 1, 1) (32, 1, 1)", replace(BESIDE, float8=True)),
+        ("float8_silu_gated_bfloat16 (5, 1, 1) (32, 1, 1)", replace(HALVES, float8=True)),
         ("float8_silu_gated_half (3, 1, 1) (32, 6, 1)", replace(WIDE, float8=True)),
         ("float8_tanh_gelu_bfloat16 (7, 1, 1) (32, 3, 1)", replace(UNEVEN, float8=True)),
         ("float8_tanh_gelu_half (2, 1, 1) (32, 12, 1)", ActivationCase((2,), 9216, before=3072, float8=True)),

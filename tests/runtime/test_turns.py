@@ -57,7 +57,7 @@ def test_what_can_take_turns_is_streamed_only_where_nothing_is_lacking(
         monkeypatch.setattr(turns, "available_bytes", lambda device: 1000)
 
     def moves(changing: bool) -> turns.Moves | None:
-        return moving_weights(folder, [name], TARGETS["cuda"], "fit", None, beside=room, changing=changing)
+        return moving_weights(folder, [name], TARGETS["cuda"], "fit", None, other_weights=room, changing=changing)
 
     if lacking == "fixed weights":  # LoRAs are to change them
         found = moves(changing=True)

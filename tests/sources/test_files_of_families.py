@@ -141,7 +141,10 @@ def test_a_file_without_the_first_text_encoder_of_xl_is_not_taken_for_its_refine
     ("changes", "message"),
     [
         ({"model.diffusion_model.input_blocks.0.0.weight": (32, 8, 3, 3)}, "InstructPix2Pix"),
-        ({"model.diffusion_model.joint_blocks.0.context_block.attn.qkv.weight": (1,)}, "this is Stable Diffusion 3"),
+        (
+            {"model.diffusion_model.joint_blocks.0.context_block.attn.qkv.weight": (1,)},
+            "this is a denoiser of Stable Diffusion 3",
+        ),
         ({"model.diffusion_model.double_blocks.0.img_attn.qkv.weight": (1,)}, "this is a denoiser of Flux"),
         ({"double_blocks.0.img_attn.qkv.weight": (1,)}, "this is a denoiser of Flux"),
     ],

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from sdflow.families import FAMILIES
-from sdflow.models.base import Model, Ports, Sizes
+from sdflow.models.base import Model
+from sdflow.models.ports import Ports, Sizes
 
 FAMILY = FAMILIES["stable_diffusion"]
 SUBMODELS = FAMILY.submodels

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from sdflow.errors import PassError
-from sdflow.processes.workers import serve_request
+from sdflow.processes.in_worker import serve_request
 
 
 def look() -> dict[str, Any]:

@@ -31,6 +31,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
         "tiny_ip_adapter", "tiny_controlnet", "sd21_tiny", "sd_turbo_tiny", "lcm_tiny",
         "sd15_inpainting_tiny", "sd15_taesd_tiny", "sdxl_tiny_ip_adapter", "sdxl_tiny_controlnet",
         "sdxl_turbo_tiny", "lcm_sdxl_tiny", "sdxl_with_refiner_tiny",
+        "sd35_tiny", "flux1_schnell_tiny", "flux2_tiny", "z_image_tiny",
     ],
 )  # fmt: skip
 def test_a_family_fits_every_target(shell: Shell, workflow: str) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from sdflow.distance import relative_l2
-from sdflow.models.base import Model, Port, Ports
+from sdflow.models.base import Model
+from sdflow.models.ports import Port, Ports
 from sdflow.sources import Checkpoint
 from sdflow.verify.reference.cases import Case, Cases
 from sdflow.verify.reference.forwards import Network, run_cases

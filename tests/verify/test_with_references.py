@@ -11,7 +11,7 @@ import pytest
 from converted import Converted
 
 from sdflow.families import FAMILIES
-from sdflow.models.base import Sizes
+from sdflow.models.ports import Sizes
 from sdflow.sources import PlainDigests, open_checkpoint
 from sdflow.verify.artifact import with_references
 from sdflow.verify.artifact.judge_request import JudgeRequest

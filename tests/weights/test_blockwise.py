@@ -15,7 +15,8 @@ from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQua
 
 from sdflow.verify.artifact.blocks_again import blocks_again, one_thread
 from sdflow.weights.blockwise import PARTS, Blocks, Format, Lately, quantize
-from sdflow.weights.recipe import Blockwise, Param, Transpose, evaluate
+from sdflow.weights.evaluate import evaluate
+from sdflow.weights.recipe import Blockwise, Param, Transpose
 from sdflow.weights.recipe_json import from_json, to_json
 
 SIZES = st.sampled_from([16, 32, 64, 128])

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.linalg import hadamard
 
+from sdflow.weights.evaluate import evaluate
 from sdflow.weights.hadamard import SIZES, matrix, rotated
 from sdflow.weights.on_device import evaluate as on_torch
-from sdflow.weights.recipe import Param, Quantized, Rotated, Transpose, evaluate
+from sdflow.weights.recipe import Param, Quantized, Rotated, Transpose
 from sdflow.weights.recipe_json import from_json, to_json
 
 

@@ -8,6 +8,7 @@ import torch
 
 from sdflow.sources.loras.layers import HadamardLayer, KroneckerLayer, Layer, LoraLayer, Magnitude, lora_delta
 from sdflow.weights import on_device
+from sdflow.weights.evaluate import evaluate
 from sdflow.weights.half import to_float16
 from sdflow.weights.lora import Loras, Merged
 from sdflow.weights.on_device import Factors, leaves_of, merged
@@ -23,7 +24,6 @@ from sdflow.weights.recipe import (
     Sum,
     SumAlong,
     Transpose,
-    evaluate,
 )
 
 CPU = torch.device("cpu")

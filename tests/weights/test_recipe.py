@@ -9,6 +9,7 @@ import pytest
 import torch
 from ml_dtypes import bfloat16
 
+from sdflow.weights.evaluate import evaluate
 from sdflow.weights.half import AtLimit, to_float16
 from sdflow.weights.recipe import (
     Bfloat16,
@@ -24,9 +25,8 @@ from sdflow.weights.recipe import (
     Sum,
     SumAlong,
     Transpose,
-    evaluate,
     params,
-)  # fmt: skip
+)
 from sdflow.weights.recipe_json import from_json, to_json
 
 W = np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)

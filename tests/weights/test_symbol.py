@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from sdflow.errors import WeightValueRead
-from sdflow.weights.recipe import Param, evaluate
+from sdflow.weights.evaluate import evaluate
+from sdflow.weights.recipe import Param
 from sdflow.weights.symbol import Symbol
 
 VALUES = np.arange(24, dtype=np.float32).reshape(2, 3, 4)

@@ -110,6 +110,7 @@ class Flux(Family):
         "inpaint": Defaults(steps=28, guidance_scale=7.0, strength=0.6),
     }
     embeddings = ("prompt_embeds", "pooled_prompt_embeds")
+    relatives = (("double_blocks.", "denoiser of Flux"),)
     assembled_as: ClassVar[Mapping[Task, str]] = {"text": "ORTFluxPipeline"}
     architectures: ClassVar[Mapping[str, Architecture]] = {
         "flux1-schnell": Architecture(

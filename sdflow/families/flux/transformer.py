@@ -15,8 +15,9 @@ from sdflow.families.flux.original_names import flux_names
 from sdflow.families.flux.packing import PATCH, packed, positions, size_of, unpacked
 from sdflow.families.flux.traced import prepare
 from sdflow.families.shared.transformer import Transformer
-from sdflow.models.base import Config, Original, Port, Ports, Role, Shapes, Sizes, timestep_port
+from sdflow.models.base import Config, Original, Shapes
 from sdflow.models.parameters import MOST_BLOCKS, Found, linear_layer
+from sdflow.models.ports import Port, Ports, Role, Sizes, timestep_port
 from sdflow.models.t5_text import TOKENS
 
 if TYPE_CHECKING:
@@ -117,7 +118,8 @@ class FluxTransformer(Transformer):
             hook.remove()
 
     def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """diffusers' pipelines repeat timestep and guidance for every row."""
+        """Unpack latents to (batch, channels, rows, columns). diffusers' pipelines repeat timestep and guidance for every
+        row, and divide the timestep by 1000."""
         guidance = kwargs.get(GUIDANCE)
         return {
             "sample": unpacked(kwargs["hidden_states"], *size_of(kwargs["img_ids"])),

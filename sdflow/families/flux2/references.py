@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
 from sdflow.families.shared.references import REFERENCE_TOKENS, REFERENCES, References
-from sdflow.models.base import Config, Port
+from sdflow.models.base import Config
+from sdflow.models.ports import Port
 
 if TYPE_CHECKING:
     import torch

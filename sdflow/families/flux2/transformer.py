@@ -17,7 +17,8 @@ from sdflow.families.flux2.names import flux2_names
 from sdflow.families.flux2.parameters import flux2_parameters
 from sdflow.families.flux2.references import EXTENDED, reference_ports
 from sdflow.families.shared.transformer import Transformer
-from sdflow.models.base import Config, Original, Port, Ports, Role, Shapes, Sizes, timestep_port
+from sdflow.models.base import Config, Original, Shapes
+from sdflow.models.ports import Port, Ports, Role, Sizes, timestep_port
 from sdflow.models.qwen3_text import TOKENS
 
 if TYPE_CHECKING:

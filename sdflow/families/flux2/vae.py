@@ -11,7 +11,8 @@ from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sdflow.models.base import Config, Original, Port, Ports, Role, Shapes, Sizes, halved
+from sdflow.models.base import Config, Original, Shapes, halved
+from sdflow.models.ports import Port, Ports, Role, Sizes
 from sdflow.models.vae import VaeDecoder, VaeEncoder
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Flux2VaeEncoder(_Folded, VaeEncoder):
         return (_fold(super().encode(module, sample), _patch(module.config)) - mean) / deviation
 
     def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Uses diffusers' pipeline itself."""
+        """Fold (batch, 3, height, width) to latents as diffusers' pipeline itself does."""
         from diffusers import Flux2KleinPipeline
 
         encode: Any = Flux2KleinPipeline._encode_vae_image
@@ -113,7 +114,8 @@ class Flux2VaeDecoder(_Folded, VaeDecoder):
         module.forward = forward
 
     def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Like the end of diffusers' Flux2KleinPipeline, which has no separate function for it."""
+        """Decode to (batch, 3, height, width) like the end of diffusers' Flux2KleinPipeline, which has no separate function
+        for it."""
         import torch
         from diffusers import Flux2KleinPipeline
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
-from sdflow.models.base import Config, Model, Original, Ports, class_names
+from sdflow.models.base import Config, Model, Original, class_names
+from sdflow.models.ports import Ports
 
 
 @dataclass(frozen=True)

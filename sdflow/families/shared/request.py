@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
-from sdflow.models.base import GUIDANCE, Config
+from sdflow.models.base import Config
+from sdflow.models.ports import GUIDANCE
 from sdflow.prompts.reading import PLAIN, Reading
 
 if TYPE_CHECKING:

@@ -217,6 +217,10 @@ def scheduler_class(name: str) -> Any:
     return with_drawn_noise(found) if name == _SDE else found
 
 
+VELOCITY = "flow"
+"""What denoisers predict whose schedulers have no choice: the velocity of flow matching."""
+
+
 def prediction(config: Config, otherwise: str = "epsilon") -> str:
     """Return what a denoiser predicts, as in scheduler configs. otherwise: default; diffusers' noise schedulers assume
     noise."""

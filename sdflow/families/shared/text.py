@@ -144,7 +144,8 @@ def token_ids(tokenizer: Any, texts: Sequence[str], length: int | None = None) -
 def text_ids(
     tokenizer: Any, texts: Sequence[str], encoder: str, length: int | None = None, remedy: str = ""
 ) -> torch.Tensor:
-    """Like `token_ids`, with a warning for each truncated text. encoder, remedy: for the warning."""
+    """Token ids, (texts, length), as `token_ids` returns them, with a warning for each truncated text. encoder, remedy:
+    for the warning."""
     most = tokenizer.model_max_length if length is None else length
     warn_of_truncation(tokenizer, texts, most, encoder, remedy)
     return token_ids(tokenizer, texts, length)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sdflow.families.shared.base import Family
 from sdflow.families.shared.latents import Latents
 from sdflow.families.shared.part import Layout, Part
-from sdflow.models.base import Config, Model, Original, Port, Role, halved
+from sdflow.models.base import Config, Model, Original, halved
+from sdflow.models.ports import Port, Role
 
 if TYPE_CHECKING:
     import numpy as np

@@ -119,6 +119,7 @@ class StableDiffusion3(Family):
     }
     verified_guidance = 7.0
     embeddings = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+    relatives = (("joint_blocks.", "denoiser of Stable Diffusion 3"),)
     assembled_as: ClassVar[Mapping[Task, str]] = {"text": "ORTStableDiffusion3Pipeline"}
     architectures: ClassVar[Mapping[str, Architecture]] = {
         "sd35-medium": Architecture(borrowed=_TOKENIZERS),

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.families.shared.transformer import Transformer
 from sdflow.families.stable_diffusion_3.original_names import sd3_names
-from sdflow.models.base import Config, Original, Port, Ports, Role, Shapes, Sizes, timestep_port
+from sdflow.models.base import Config, Original, Shapes
+from sdflow.models.ports import Port, Ports, Role, Sizes, timestep_port
 from sdflow.models.transformer_parameters import sd3_parameters
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class SD3Transformer(Transformer):
         return {"out_sample": found.sample}
 
     def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """diffusers' pipeline repeats the timestep for every row."""
+        """diffusers' pipeline repeats the timestep, 0 to 1000, for every row."""
         return {
             "sample": kwargs["hidden_states"],
             "timestep": kwargs["timestep"][:1].float(),

@@ -39,11 +39,6 @@ SIDE = 1024
 _TURBO = {"steps": 8, "guidance_scale": 0.0}
 _TOKENIZER = {"tokenizer": "flux2-klein-4b/tokenizer"}
 
-
-def _last_but_one(config: Config) -> str:
-    return f"hidden_states.{config['num_hidden_layers'] - 1}"
-
-
 TURBO_SHIFT = 3.0
 """Shift of the published Z-Image-Turbo; Z-Image has 6."""
 
@@ -122,6 +117,7 @@ class ZImage(Family):
     }
     verified_guidance = 5.0
     embeddings = ("prompt_embeds", "negative_prompt_embeds")
+    relatives = (("cap_pad_token", "denoiser of Z-Image"),)
     assembled_as: ClassVar[Mapping[Task, str]] = {"text": "ORTZImagePipeline"}
     architectures: ClassVar[Mapping[str, Architecture]] = {
         "z-image-turbo": Architecture(borrowed=_TOKENIZER),

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sdflow.families.shared.transformer import Transformer
 from sdflow.families.z_image.original_names import z_image_names
 from sdflow.families.z_image.traced import MULTIPLE, PATCH, rewrite
-from sdflow.models.base import Config, Original, Port, Ports, Role, Shapes, Sizes, timestep_port
+from sdflow.models.base import Config, Original, Shapes
 from sdflow.models.parameters import MOST_BLOCKS, Found, linear_layer
+from sdflow.models.ports import Port, Ports, Role, Sizes, timestep_port
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,7 +76,7 @@ class ZImageTransformer(Transformer):
         }
 
     def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
-        """Return texts of different lengths, each at least one token long."""
+        """Return a mask (batch, tokens) of texts of different lengths, each at least one token long."""
         import numpy as np
 
         if port.name == "encoder_attention_mask":
@@ -111,7 +112,7 @@ class ZImageTransformer(Transformer):
     def recorded_outputs(
         self, ports: Ports, kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """The module returns one tensor per image."""
+        """Join the module's tensors, (channels, 1, rows, columns) per image, and negate them."""
         import torch
 
         return {"out_sample": -torch.stack(list(outputs))[:, :, 0]}

@@ -21,9 +21,10 @@ from typing import Any
 
 from sdflow.errors import PassError, SdflowError
 from sdflow.machine.packages import found_version
+from sdflow.processes.in_worker import error_message
 from sdflow.processes.on_ray.cluster import connect
 from sdflow.processes.worker_group import LOOK_SECONDS, Layers, Needs, Work, WorkerGroup
-from sdflow.processes.workers import WorkerResult, error_message, rebuilt_error
+from sdflow.processes.workers import WorkerResult, rebuilt_error
 
 LOG_BYTES = 1 << 20
 """Bytes at the end of a worker's output that are sent to the driver."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
-from sdflow.models.base import Role
+from sdflow.models.ports import Role
 from sdflow.models.residuals import is_residual
 from sdflow.models.vae import image_reader
 from sdflow.runtime.denoiser.denoiser import DenoiserInputs, WholeDenoiser

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 from sdflow.families.shared.skipped_layers import LAYERS
-from sdflow.models.base import Role
+from sdflow.models.ports import Role
 from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.denoiser.schedule import Schedule
 from sdflow.runtime.denoiser.time_values import TimeValues, table
@@ -67,7 +67,7 @@ class WholeDenoiser:
         return self.predict()
 
     def put(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> None:
-        """Fill the graph's input tensors."""
+        """Fill the graph's input tensors. latents: (images, channels, rows, columns). index: of the timestep."""
         if self._bound.holds is not inputs:
             for name, value in inputs.conditions.items():
                 self._bound.inputs[name].copy_(value)
@@ -77,7 +77,7 @@ class WholeDenoiser:
         self._bound.inputs[self.moving.timestep].copy_(inputs.schedule.timesteps[index])
 
     def predict(self) -> torch.Tensor:
-        """Run the graph on its input tensors."""
+        """Run the graph on its input tensors; returns the prediction, (batch rows, channels, rows, columns)."""
         return self._bound.run()[self._prediction]
 
 

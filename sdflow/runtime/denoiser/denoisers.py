@@ -118,8 +118,8 @@ class Denoisers:
             if submodel is not None:
                 submodel.unload()
 
-    def get(self, request: DenoiserRequest, beside: Sequence[DenoiserRequest] = ()) -> Denoiser:
-        """Return a cached denoiser for this size, number of images and text length, or a new one. beside: the image's
+    def get(self, request: DenoiserRequest, others: Sequence[DenoiserRequest] = ()) -> Denoiser:
+        """Return a cached denoiser for this size, number of images and text length, or a new one. others: the image's
         other requests, whose denoisers are kept. Raises UsageError if it does not support the requested approximation.
         """
         shape, rows, fewer = request.shape, request.rows, request.fewer
@@ -135,7 +135,7 @@ class Denoisers:
         if model.path is None or not self._split:
             self._announce(shape, sizes)
             return WholeDenoiser(model, shape, sizes)
-        needed = [key for each in (request, *beside) for key in self._keys(each)]
+        needed = [key for each in (request, *others) for key in self._keys(each)]
         if request.skipped and rows == shape[0]:
             return self._parted(shape, sizes, 0, (), needed=needed, skipped=request.skipped)
         layers = 0 if fewer.reuse is None else fewer.reuse.layers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sdflow.models.base import Ports, Role
+from sdflow.models.ports import Ports, Role
 
 
 @dataclass(frozen=True)

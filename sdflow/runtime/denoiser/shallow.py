@@ -18,7 +18,7 @@ from typing import Any
 
 from sdflow.errors import UsageError
 from sdflow.families.shared.approximation import REUSE
-from sdflow.onnx_model.nodes import copied
+from sdflow.onnx_model.nodes import attribute, copied
 from sdflow.runtime.denoiser.split import Parts
 
 
@@ -72,8 +72,8 @@ def skip_joins(graph: Any, latents: str) -> list[str]:
     for node, pair in zip(graph.node, pairs, strict=True):
         read = [made_of[name] for name in node.input if name in made_of]
         if pair is not None:
-            for below, beside in (pair, pair[::-1]):
-                if origins[beside] in made_of.get(below, frozenset()) and origins[beside] != origins[below]:
+            for below, skip in (pair, pair[::-1]):
+                if origins[skip] in made_of.get(below, frozenset()) and origins[skip] != origins[below]:
                     found.append(below)
         if read:
             reached = frozenset[str]().union(*read, watched.intersection(node.output))
@@ -94,7 +94,7 @@ def _joined(node: Any, ranks: Mapping[str, int]) -> tuple[str, str] | None:
     """Return the two values that a node concatenates along the channels of images, in either layout, or None."""
     if node.op_type != "Concat" or len(node.input) != 2 or node.input[0] == node.input[1]:
         return None
-    axis = next((item.i for item in node.attribute if item.name == "axis"), 0)
+    axis = attribute(node, "axis", 0)
     images = all(ranks.get(name) == 4 for name in node.input)
     return (node.input[0], node.input[1]) if images and axis in (1, 3, -1, -3) else None
 

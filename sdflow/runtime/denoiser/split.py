@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sdflow.errors import PassError
-from sdflow.onnx_model.nodes import copied
+from sdflow.onnx_model.nodes import copied, first_output
 from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.sessions.specialize import specialize
 
@@ -72,7 +72,7 @@ def split(model: Any, sizes: Mapping[str, int], *, moving: Moving, guidance: boo
     text_inputs = inputs - {moving.latents, moving.timestep}
     kinds = {"fixed": [], "text": [], "time": [], "latents": [], "rest": []}  # type: dict[str, list[int]]
     for index, node in enumerate(whole.graph.node):
-        kinds[_kind(reach[_output(node)], text_inputs, moving.timestep, guidance)].append(index)
+        kinds[_kind(reach[first_output(node)], text_inputs, moving.timestep, guidance)].append(index)
     fixed = [whole.graph.node[i] for i in kinds["fixed"]]
     if shared := [whole.graph.node[i] for i in kinds["time"] if whole.graph.node[i].op_type in _ONE_SCALE]:
         raise PassError(
@@ -90,11 +90,11 @@ def split(model: Any, sizes: Mapping[str, int], *, moving: Moving, guidance: boo
     text, rest = [whole.graph.node[i] for i in kinds["text"]], [copied(whole.graph.node[i]) for i in kinds["rest"]]
     text = [*map(copied, text), *_unpack_keys_and_values(rest, made["text"], _types(whole.graph))]
     made["text"].update(name for node in text for name in node.output)
-    halves = {_output(node): node for node in half.graph.node}
-    latents = [copied(halves[_output(whole.graph.node[i])]) for i in kinds["latents"]]
+    halves = {first_output(node): node for node in half.graph.node}
+    latents = [copied(halves[first_output(whole.graph.node[i])]) for i in kinds["latents"]]
     text = [*_fixed_for(text, fixed, "text"), *text]
     if guidance:  # with half the rows, some may be small enough to fold
-        small = [halves[_output(node)] for node in fixed if _output(node) in halves]
+        small = [halves[first_output(node)] for node in fixed if first_output(node) in halves]
         latents = [*_fixed_for(latents, small, "half"), *latents]
     doubles, transposed = _double(rest, made["latents"], whole.graph)
     step_nodes = [*latents, *doubles, *transposed, *_fixed_for(rest, fixed, ""), *rest]
@@ -157,10 +157,6 @@ def _fixed_for(nodes: Sequence[Any], fixed: Sequence[Any], suffix: str) -> list[
             node.output[:] = [renamed.get(name, name) for name in node.output]
             node.name = node.name and f"{node.name}/{suffix}"
     return copies
-
-
-def _output(node: Any) -> str:
-    return next(str(name) for name in node.output if name)
 
 
 def _types(graph: Any) -> dict[str, Any]:

@@ -130,7 +130,8 @@ def read_mask(mask: Any, height: int, width: int) -> torch.Tensor:
 
 
 def preprocess(reader: Any, image: Any, height: int | None, width: int | None, where: str) -> torch.Tensor:
-    """Run diffusers' image processor. where: for messages. Raises UsageError if it rejects the image."""
+    """Run diffusers' image processor; returns (images, channels, height, width). height, width: in pixels; None: the
+    image's own. where: for messages. Raises UsageError if it rejects the image."""
     try:
         pixels: torch.Tensor = reader.preprocess(image, height=height, width=width)
     except ValueError as error:
@@ -155,12 +156,12 @@ def make_start(
     mask: torch.Tensor | None,
     encode: Callable[[torch.Tensor], torch.Tensor],
     *,
-    beside: bool,
+    takes_mask: bool,
     from_image: bool,
 ) -> Start:
     """Build the Start. noises: from `draw_noises`, on the device. image, mask: as read. encode: the VAE's, pixels to
     latents.
-    beside: the denoiser itself takes the mask and the masked image. from_image: the latents start from the image's.
+    takes_mask: the denoiser itself takes the mask and the masked image. from_image: the latents start from the image's.
 
     Raises UsageError if the inputs do not fit together.
     """
@@ -182,7 +183,7 @@ def make_start(
         return Start(noise, drawn, encoded(image))
     small = torch.nn.functional.interpolate(mask, size=tuple(noise.shape[2:])).to(noise.device)
     small = small.repeat(len(noise) // len(mask), 1, 1, 1)
-    if not beside:
+    if not takes_mask:
         return Start(noise, drawn, encoded(image), small > 0.5)
     if image.shape[1] != 3:
         raise UsageError("an inpainting model requires the image itself, not its latents", where="image")

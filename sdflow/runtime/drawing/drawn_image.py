@@ -10,7 +10,7 @@ from sdflow.runtime.files.images import png_text
 
 
 class DrawnImage(Image.Image):  # type: ignore[misc]  # its types are not read
-    """Image returned by `Pipeline`. `info` holds its settings (`sdflow.families.image_text`), which `save` writes."""
+    """Image returned by `Pipeline`. `info` holds its settings (`sdflow.runtime.files.image_text`), which `save` writes."""
 
     def save(self, fp: Any, format: str | None = None, **params: Any) -> None:  # noqa: A002
         """Like PIL's `save`. pnginfo: replaces the text."""

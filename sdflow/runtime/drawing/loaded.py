@@ -129,7 +129,7 @@ class LoadedPipeline:
         low_memory: bool = False,
         keep: Keep = "fit",
         device_memory: int | None = None,
-        beside: int = 0,
+        other_weights: int = 0,
         changing: bool = False,
         vae_tiles: bool | None = None,
         cuda_graphs: Container[str] | None = None,
@@ -148,7 +148,7 @@ class LoadedPipeline:
         if present. keep: "all": all weights stay on a CUDA device; "fit": submodels that do not fit together take
             turns, and weights that are too large for that are streamed.
         device_memory: limit in bytes on the device memory of this process from now on, without CUDA's context; None:
-        unchanged, initially all free memory. beside: bytes of weights that another pipeline will load there. changing:
+        unchanged, initially all free memory. other_weights: bytes of weights that another pipeline will load there. changing:
         whether LoRAs may be chosen per request; these need weights that are not streamed. cuda_graphs: submodels that may
         be captured; None: all. tuning: result of `sdflow tune` for this machine, `recorded_tuning(folder, target).tuning`.
         embeddings: textual inversion files (FILE or FILE:WORD), or folders of files that are used by their names; their
@@ -176,7 +176,9 @@ class LoadedPipeline:
         if devices > 1:
             place(where)  # names a GPU that is not there, before its memory is asked for
         moves = (
-            None if low_memory else moving_weights(folder, own, target, keep, device_memory, beside, changing=changing)
+            None
+            if low_memory
+            else moving_weights(folder, own, target, keep, device_memory, other_weights, changing=changing)
         )
 
         def load(name: str) -> Submodel:
@@ -213,7 +215,9 @@ class LoadedPipeline:
 
         second = None
         if devices > 1:
-            theirs = moving_weights(folder, [family.denoiser], target, keep, device_memory, beside, where, changing)
+            theirs = moving_weights(
+                folder, [family.denoiser], target, keep, device_memory, other_weights, where, changing
+            )
             second = loaded(family.denoiser, 1, theirs)
         with ThreadPoolExecutor(max_workers=len(names)) as pool:
             submodels = dict(zip(names, pool.map(load, names), strict=True))

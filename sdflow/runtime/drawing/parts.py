@@ -15,7 +15,7 @@ from sdflow.families.shared.guidance_limits import UNLIMITED, GuidanceLimits
 from sdflow.families.shared.image_prompts import ImagePrompt, adapter_count, image_conditions, token_axes
 from sdflow.families.shared.request import Conditions, Request, Tensors
 from sdflow.families.shared.skipped_layers import SkippedLayers
-from sdflow.models.base import Role
+from sdflow.models.ports import Role
 from sdflow.runtime.denoiser.denoiser import Denoiser
 from sdflow.runtime.denoiser.denoisers import DenoiserRequest
 from sdflow.runtime.denoiser.schedule import Schedule, trace

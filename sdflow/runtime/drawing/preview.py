@@ -92,7 +92,7 @@ def previewer_of(folder: Path, family: Family, what: Latents, target: Target) ->
 
 
 def by_colors(latents: torch.Tensor, colors: LatentColors) -> torch.Tensor:
-    """Map each latent pixel to one pixel."""
+    """Map latents (images, channels, rows, columns) to RGB in [0, 1], (images, rows, columns, 3)."""
     factors = latents.new_tensor(colors.factors)  # (channels, 3)
     return (latents.permute(0, 2, 3, 1) @ factors + latents.new_tensor(colors.offset)).clamp(0, 1)
 

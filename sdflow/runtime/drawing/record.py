@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdflow.families.image_text import APPROXIMATION, SCHEDULER_NAME, SETTINGS, image_text
 from sdflow.families.settings import COMMON
 from sdflow.families.shared.approximation import Approximation
 from sdflow.families.shared.request import Request
 from sdflow.families.shared.sampler_names import scheduler_name
 from sdflow.machine.packages import versions
 from sdflow.manifest import MANIFEST_FILE, read_manifest
+from sdflow.runtime.files.image_text import APPROXIMATION, SCHEDULER_NAME, SETTINGS, image_text
 from sdflow.runtime.files.words import words_named
 
 if TYPE_CHECKING:

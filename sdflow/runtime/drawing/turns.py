@@ -12,7 +12,7 @@ from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE
 from sdflow.errors import SlowerWarning, TargetUnavailableError, UsageError
 from sdflow.families.shared.base import Family
 from sdflow.machine.memory import HOST, available_bytes
-from sdflow.models.base import Role
+from sdflow.models.ports import Role
 from sdflow.runtime.files.folder import folder_configs, folder_defaults, folder_family
 from sdflow.runtime.kernels.library import operator_library
 from sdflow.runtime.memory_limit import device_run_bytes, drawing_bytes
@@ -44,7 +44,7 @@ def moving_weights(
     target: Target,
     keep: Keep,
     device_memory: int | None,
-    beside: int = 0,
+    other_weights: int = 0,
     device: str = "cuda",
     changing: bool = False,
 ) -> Moves | None:
@@ -54,7 +54,7 @@ def moving_weights(
     A submodel's weights are streamed if they do not fit by themselves. They are also streamed, where this is possible, if
     they fit but leave too little for the denoiser's working memory.
 
-    device_memory: limit in bytes for this process, without CUDA's context; None: all free memory. beside: bytes of
+    device_memory: limit in bytes for this process, without CUDA's context; None: all free memory. other_weights: bytes of
     further weights on the device. device: a GPU, in torch's notation. changing: whether LoRAs may be chosen per request,
     so that weights are streamed only where they must be. Warns with SlowerWarning if a submodel's weights are streamed,
     or should be but cannot. Raises UsageError if even that does not fit.
@@ -66,7 +66,7 @@ def moving_weights(
     working = drawing_bytes(family, configs, family.latents(configs).size, device="cuda")
     places = residency(device, device_memory)
     room = places.room()
-    fits = not sizes or sum(sizes.values()) + beside + working + HEADROOM <= room
+    fits = not sizes or sum(sizes.values()) + other_weights + working + HEADROOM <= room
     if fits:
         return None if device_memory is None else Moves(places)
     kept = reserved(_denoiser_bytes(folder, family, configs))

@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.disk.atomic_write import replacing
 from sdflow.errors import VerificationError
-from sdflow.families.image_text import CHUNKS, SETTINGS, image_text
+from sdflow.runtime.files.image_text import CHUNKS, SETTINGS, image_text
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
     from PIL.PngImagePlugin import PngInfo
 
-SETTINGS_CHUNK = SETTINGS
-
 
 def to_pil(images: torch.Tensor) -> list[Image]:
-    """Convert float NHWC in [0, 1] to PIL images; rounding happens on the tensor's device."""
+    """Convert float values in [0, 1], (images, height, width, 3), to PIL images; rounding happens on the tensor's device."""
     return pil_of(rounded(images).cpu())
 
 
@@ -53,7 +51,7 @@ def require_finite(count: int, of: int, submodel: str) -> None:
 
 
 def write_png(image: Image, path: Path, settings: Mapping[str, Any]) -> None:
-    """Atomically write a PNG file with the settings in its text (`sdflow.families.image_text`)."""
+    """Atomically write a PNG file with the settings in its text (`sdflow.runtime.files.image_text`)."""
     with replacing(path) as temporary:
         image.save(temporary, format="PNG", pnginfo=png_text(image_text(settings)))
 

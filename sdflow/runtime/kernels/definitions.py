@@ -105,7 +105,7 @@ def gelu_feeds(shape: tuple[int, ...]) -> dict[str, np.ndarray]:
 
 
 def gelu_expected(feeds: dict[str, np.ndarray]) -> np.ndarray:
-    """Return BiasSplitGelu's result by definition."""
+    """Return BiasSplitGelu's result, half as wide as x, by definition."""
     import numpy as np
 
     return _gated(feeds["x"].astype(np.float64) + feeds["bias"])
@@ -122,14 +122,15 @@ def _gated(both: np.ndarray) -> np.ndarray:
 
 
 def phases(shape: tuple[int, int, int, int], single: bool) -> np.ndarray:
-    """Return random values, float32 or float16."""
+    """Return random values of this shape, float32 or float16."""
     import numpy as np
 
     return np.random.default_rng(2).normal(size=shape).astype(np.float32 if single else np.float16)
 
 
 def interleave_expected(x: np.ndarray) -> np.ndarray:
-    """Return InterleavePhases's result by definition."""
+    """Return InterleavePhases's result by definition: x is (images, rows + 1, columns + 1, 4 x channels), the result
+    (images, 2 x rows, 2 x columns, channels)."""
     import numpy as np
 
     images, rows, columns, channels = x.shape
@@ -140,7 +141,8 @@ def interleave_expected(x: np.ndarray) -> np.ndarray:
 
 
 def geglu_feeds(shape: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """Return random x, weight and bias, in the operator's order; the gate's deviation is about 1.4."""
+    """Return random x, weight and bias, in the operator's order; the gate's deviation is about 1.4. shape: rows, depth and
+    width of the result."""
     import numpy as np
 
     *rows, depth, width = shape
@@ -153,7 +155,7 @@ def geglu_feeds(shape: tuple[int, ...]) -> dict[str, np.ndarray]:
 
 
 def geglu_expected(feeds: dict[str, np.ndarray]) -> np.ndarray:
-    """Return Geglu's result by definition."""
+    """Return Geglu's result, (rows, width), by definition."""
     import numpy as np
 
     return _gated(feeds["x"].astype(np.float64) @ feeds["weight"].astype(np.float64) + feeds["bias"])
@@ -181,7 +183,7 @@ def attention_feeds(case: AttentionCase) -> dict[str, np.ndarray]:
 
 
 def attention_expected(feeds: dict[str, np.ndarray], case: AttentionCase) -> np.ndarray:
-    """Return FewKeysAttention's result by definition."""
+    """Return FewKeysAttention's result, (images, queries, heads x size), by definition."""
     import numpy as np
 
     by_head = [value.reshape(*value.shape[:2], case.heads, -1, case.size) for value in feeds.values()]
@@ -201,7 +203,8 @@ INPUTS = ("x", "gamma", "beta", "skip", "bias")
 
 
 def group_norm_feeds(case: GroupNormCase) -> dict[str, np.ndarray]:
-    """Return the case's inputs: random values with a different mean and spread per channel."""
+    """Return the case's inputs: x (images, height, width, channels), random with a different mean and spread per channel,
+    and its weights."""
     import numpy as np
 
     random = np.random.default_rng(0)
@@ -228,7 +231,7 @@ def _spread(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def group_norm_expected(feeds: dict[str, np.ndarray], case: GroupNormCase) -> dict[str, np.ndarray]:
-    """Return y and the sum by definition."""
+    """Return y and the sum, both in the shape of x, by definition."""
     import numpy as np
 
     images, height, width, channels = case.shape

@@ -24,7 +24,7 @@ from typing import Any
 
 from sdflow.errors import SdflowError, TargetUnavailableError
 from sdflow.onnx_model.float8 import DOMAIN, reads_float8
-from sdflow.onnx_model.nodes import copied
+from sdflow.onnx_model.nodes import attribute, copied
 from sdflow.runtime.kernels.hopper import FLOAT8_SINCE
 from sdflow.runtime.kernels.library import build
 from sdflow.runtime.kernels.parts import FLOAT8
@@ -195,7 +195,7 @@ class _Fused:
             return None
         rows[value] = _rows_of(value)
         outputs = [*rows[value], *(name for name in node.output[3:] if name)]
-        epsilon = next((item.f for item in node.attribute if item.name == "epsilon"), 1e-12)
+        epsilon = attribute(node, "epsilon", 1e-12)
         return helper.make_node("Float8LayerNorm", [*node.input], outputs, node.name, domain=DOMAIN, epsilon=epsilon)
 
     def _is_layer_norm(self, node: Any) -> bool:

@@ -187,7 +187,7 @@ def gated_difference(library: Path, shape: tuple[int, int, int, int]) -> float:
 
 
 def gated_feeds(shape: tuple[int, int, int, int]) -> dict[str, np.ndarray]:
-    """Return `product_feeds` with biases."""
+    """Return `product_feeds` of this shape with n biases."""
     import numpy as np
 
     bias = np.random.default_rng(4).normal(size=shape[3]).astype(np.float16)
@@ -195,12 +195,12 @@ def gated_feeds(shape: tuple[int, int, int, int]) -> dict[str, np.ndarray]:
 
 
 def gated_expected(feeds: dict[str, np.ndarray]) -> np.ndarray:
-    """Return Float8GatedProduct's result by definition."""
+    """Return Float8GatedProduct's result, (images, rows, n / 2), by definition."""
     return gelu_expected({"x": product_expected(feeds), "bias": feeds["bias"]})
 
 
 def product_feeds(shape: tuple[int, int, int, int]) -> dict[str, np.ndarray]:
-    """Return random rows and weights, in the operator's order."""
+    """Return random rows and weights, in the operator's order. shape: images, rows, k and n."""
     import numpy as np
 
     images, rows, k, n = shape
@@ -211,7 +211,7 @@ def product_feeds(shape: tuple[int, int, int, int]) -> dict[str, np.ndarray]:
 
 
 def product_expected(feeds: dict[str, np.ndarray]) -> np.ndarray:
-    """Return Float8Product's result by definition."""
+    """Return Float8Product's result, (images, rows, n), by definition."""
     rows, weight = (
         dequantized(feeds[name], feeds[scales]) for name, scales in (("rows", "scales"), ("weight", "weight_scales"))
     )

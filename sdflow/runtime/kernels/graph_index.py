@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from sdflow.onnx_model.nodes import attribute
+
 Known = Mapping[str, tuple[int, list[int]]]
 """Value -> (element type, shape)."""
 
@@ -71,10 +73,7 @@ class GraphIndex:
 
     def attribute(self, place: int, name: str, default: Any) -> Any:
         """Return a node's attribute."""
-        import onnx
-
-        found = (item for item in self.nodes[place].attribute if item.name == name)
-        return next((onnx.helper.get_attribute_value(item) for item in found), default)
+        return attribute(self.nodes[place], name, default)
 
     def depends(self, names: Collection[str], on: Collection[int]) -> bool:
         """Whether any of the values depends, directly or indirectly, on the output of a node in `on`."""

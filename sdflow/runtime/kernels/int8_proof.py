@@ -162,7 +162,7 @@ def product_feeds(case: Int8ProductCase) -> dict[str, np.ndarray]:
 
 
 def product_expected(feeds: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return Int8Product's exact result, and the sum of magnitudes of what is added up last."""
+    """Return Int8Product's exact result and the sum of magnitudes of what is added up last, (images, rows, n) each."""
     import numpy as np
 
     rows, weight = (feeds[name].astype(np.float64) for name in ("rows", "weight"))

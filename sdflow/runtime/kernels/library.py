@@ -13,14 +13,12 @@ import ctypes
 import functools
 import hashlib
 import os
-import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,74 +32,28 @@ from sdflow.disk.user_folder import user_folder
 from sdflow.errors import SdflowError, SlowerWarning, TargetUnavailableError
 from sdflow.machine.device import driver_version
 from sdflow.machine.onnx_runtime import import_onnxruntime
-from sdflow.runtime.kernels.hopper import HOPPER, on_hopper
+from sdflow.runtime.kernels.compilation import (
+    LIBRARY,
+    architecture,
+    compile_operators,
+    compile_part,
+    kernel_options,
+    operator_inputs,
+)
+from sdflow.runtime.kernels.hopper import on_hopper
 from sdflow.runtime.kernels.kept import keep, read_kept
 from sdflow.runtime.kernels.nvrtc import Nvrtc
-from sdflow.runtime.kernels.parts import FLOAT8, FOLDER, PARTS
+from sdflow.runtime.kernels.parts import FLOAT8, PARTS
 
-OPERATORS = tuple(
-    FOLDER / name
-    for name in (
-        "custom_ops.c",
-        "group_norm.c",
-        "bias_split_gelu.c",
-        "interleave.c",
-        "float8_rows.c",
-        "float8_product.c",
-        "float8_tiles.c",
-        "geglu.c",
-        "few_keys_attention.c",
-        "rotary_qkv.c",
-        "residual_norm.c",
-        "gated_activation.c",
-        "int8_rows.c",
-        "int8_product.c",
-        "stream_weights.c",
-    )
-)
-HEADERS = (FOLDER / "ort.h", FOLDER / "few_keys_attention.h")
-DEFINES = {
-    "THREADS": 1024,
-    "SUMS_PER_PROCESSOR": 1,
-    "APPLY_PER_PROCESSOR": 1,
-    "GELU_THREADS": 640,
-    "GELU_PER_PROCESSOR": 2,
-    "INTERLEAVE_THREADS": 256,
-    "OVERLAPS": 1,
-    "FLOAT8_WARPS": 8,
-    "FLOAT8_HELD": 5,
-    "FLOAT8_STAGES": 6,
-    "FLOAT8_MOST_DEPTH": 6144,
-    "FLOAT8_LEAST_FILLED": 8,
-    "FLOAT8_IN_TURNS": 0,
-    "ROTARY_THREADS": 384,
-    "ROTARY_PER_PROCESSOR": 3,
-    "RESIDUAL_THREADS": 512,
-    "RESIDUAL_HELD": 3,
-    "ACTIVATION_THREADS": 256,
-    "ACTIVATION_PER_PROCESSOR": 5,
-    "ACTIVATION_ROW_THREADS": 512,
-    "ACTIVATION_HELD": 4,
-    "INT8_WARPS": 8,
-    "INT8_HELD": 5,
-    "INT8_WIDE_STAGES": 4,
-    "INT8_NARROW_STAGES": 3,
-}
-"""Threads per block (maximum) and blocks per multiprocessor of each kernel, as measured on an H200.
-FLOAT8_STAGES: tiles along K that a block of float8_product.cu keeps in shared memory. FLOAT8_MOST_DEPTH: limit of K
-times the tiles of y per multiprocessor, above which cuBLASLt multiplies; FLOAT8_LEAST_FILLED: tenths of the
-multiprocessors, below which it does. FLOAT8_IN_TURNS: 1: its warpgroups also alternate without gates. OVERLAPS: 0: a
-kernel starts only after the previous one has finished (overlap.cuh)."""
-LIBRARY = "libsdflow_kernels.so"
 FOLDER_VARIABLE = "SDFLOW_KERNELS"
 OLDEST = (8, 0)
 """First compute capability that packs two floats into halves in one instruction, as float16.cuh does."""
-SLOWEST = 300
-"""Timeout of the C compiler in seconds; it takes about one."""
 
-_asked, _copying = threading.Lock(), threading.Lock()
+_building, _copying = threading.Lock(), threading.Lock()
+
 _codes: dict[tuple[Path, str], bytes] = {}
 """(library, part) -> code, which the library reads throughout the process."""
+
 _own_copies: dict[Path, Path] = {}
 """Library that cannot be stored in the kernel folder -> this process's copy."""
 
@@ -120,13 +72,13 @@ def kernel_library(parts: Collection[str] = (), device: int = 0) -> Ready | None
 
     The library stays loaded because sessions call into it. Concurrent callers wait for the first one to build it.
     """
-    with _asked:
+    with _building:
         kernels = _process_kernels(device)
         if kernels is None:
             return None
         wrong = kernels.require(parts)
-        for name in wrong.keys() - kernels.told:
-            kernels.told.add(name)
+        for name in wrong.keys() - kernels.warned:
+            kernels.warned.add(name)
             warnings.warn(
                 f"ONNX Runtime's own kernels run in place of {', '.join(PARTS[name].operators)}: {wrong[name]}",
                 SlowerWarning,
@@ -153,7 +105,7 @@ def build(parts: Iterable[str] | None = None, device: int = 0) -> Path:
     Raises TargetUnavailableError if a requirement is missing or kernels are wrong, and UsageError if there is no folder
     to store it.
     """
-    with _asked:
+    with _building:
         usual = [part.name for part in PARTS.values() if part.name != FLOAT8 and (on_hopper() or not part.hopper)]
         wanted = usual if parts is None else [*parts]
         kernels = Kernels(device, max((PARTS[name].since or OLDEST for name in wanted), default=OLDEST))
@@ -168,7 +120,7 @@ class Kernels:
     The library holds kernels of one GPU (custom_ops.c), so each further GPU of a process has a copy with another name,
     which the system loads separately.
 
-    told: parts that were warned about.
+    warned: parts that were warned about.
     """
 
     def __init__(self, device: int = 0, oldest: tuple[int, int] | None = None) -> None:
@@ -188,7 +140,7 @@ class Kernels:
                 f"{found.name} has compute capability {found.major}.{found.minor}, "
                 f"but sdflow's kernels need {'.'.join(map(str, oldest))}"
             )
-        self.told: set[str] = set()
+        self.warned: set[str] = set()
         self._architecture = architecture(f"{found.major}{found.minor}")
         # A MIG instance has fewer multiprocessors than the whole GPU.
         self._device = [found.name, found.multi_processor_count, driver_version()]
@@ -258,8 +210,7 @@ def operator_library(device: int = 0) -> Path:
     """
     if not sys.platform.startswith("linux"):
         raise TargetUnavailableError("sdflow's operators require Linux")
-    texts = [path.read_text(encoding="utf-8") for path in (*OPERATORS, *HEADERS)]
-    key = digest_json({"sources": texts, "defines": DEFINES, "machine": platform.machine()})
+    key = digest_json(operator_inputs())
     first = kernel_folder() / key / LIBRARY
     library = first.with_name(f"libsdflow_kernels-{device}.so") if device else first
     try:
@@ -330,45 +281,3 @@ def kernel_folder() -> Path:
 
 _ELSEWHERE = f"Set a writable folder: {FOLDER_VARIABLE}=FOLDER."
 _UNFINISHED = "unfinished-"
-
-
-def compile_operators(folder: Path, compiler: str | None = None, flags: Sequence[str] = ()) -> bytes:
-    """Compile the library in the caller's folder and return its content. compiler: C compiler, default: the system's.
-
-    Raises TargetUnavailableError with the compiler's messages, or if there is no compiler.
-    """
-    compiler = compiler or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        raise TargetUnavailableError("there is no C compiler", remedy="Install gcc or clang.")
-    made = folder / LIBRARY
-    shared = ["-O2", "-shared", "-fPIC", "-fvisibility=hidden", *_defines(), *flags]
-    command = [compiler, *shared, "-o", str(made), *map(str, OPERATORS), "-ldl", "-lpthread"]
-    try:
-        finished = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", check=False, timeout=SLOWEST
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise TargetUnavailableError(f"{compiler} cannot compile the operators: {error}") from error
-    if finished.returncode:
-        raise TargetUnavailableError(f"{compiler} cannot compile the operators: {finished.stderr.strip()[-400:]}")
-    return made.read_bytes()
-
-
-def compile_part(name: str, nvrtc: Nvrtc, of: str) -> bytes:
-    """Compile a part to machine code; needs no GPU. Raises TargetUnavailableError with the compiler's messages."""
-    source = "\n".join(f'#line 1 "{file}"\n{text}' for file, text in PARTS[name].texts())
-    return nvrtc.compile(source, kernel_options(of))
-
-
-def kernel_options(of: str) -> list[str]:
-    """Return NVRTC's options for an architecture."""
-    return [f"--gpu-architecture={of}", "--std=c++17", *_defines()]
-
-
-def architecture(capability: str) -> str:
-    """Return NVRTC's name of a compute capability, such as sm_90a for "90"."""
-    return f"sm_{capability}a" if capability == HOPPER else f"sm_{capability}"
-
-
-def _defines() -> list[str]:
-    return [f"-D{name}={value}" for name, value in DEFINES.items()]

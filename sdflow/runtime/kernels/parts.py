@@ -85,9 +85,6 @@ PARTS = {
 }
 """Parts by name, as in ort.h."""
 
-SOURCES = tuple(dict.fromkeys(FOLDER / name for part in PARTS.values() for name in part.sources))
-"""Sources of all parts."""
-
 PART_OF = {operator: part.name for part in PARTS.values() for operator in part.operators}
 
 

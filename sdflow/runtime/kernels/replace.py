@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from sdflow.onnx_model.float8 import DOMAIN
+from sdflow.onnx_model.nodes import attributes
 from sdflow.onnx_model.phases import INTERLEAVE, Interleaving, interleavings
 from sdflow.runtime.kernels import rotary
 from sdflow.runtime.kernels.transformers import with_transformer_kernels
@@ -164,10 +165,10 @@ def _replace_product(node: Any, product: Any) -> None:
 
 
 def _are_groups_ours(node: Any, channels: int) -> bool:
-    attributes = _attributes(node)
-    if not attributes.get("channels_last", 1):
+    settings = attributes(node)
+    if not settings.get("channels_last", 1):
         return False
-    groups = int(attributes["groups"])
+    groups = int(settings["groups"])
     if channels % groups or channels % VECTOR or groups > MAX_GROUPS or channels > MAX_CHANNELS:
         return False
     return channels // groups == 4 or channels // groups >= VECTOR
@@ -199,12 +200,12 @@ def _is_attention_ours(node: Any, known: _Known) -> bool:
     import onnx
 
     given = [name for name in node.input if name]
-    attributes = _attributes(node)
+    settings = attributes(node)
     if list(node.input[: len(given)]) != given or len(given) > 3 or any(node.output[1:]):
         return False  # a bias, a mask, or past keys
-    if attributes.get("unidirectional", 0) or attributes.get("scale", 0) < 0:
+    if settings.get("unidirectional", 0) or settings.get("scale", 0) < 0:
         return False
-    heads, size = attributes["num_heads"], _head_size(node, known)
+    heads, size = settings["num_heads"], _head_size(node, known)
     found = [known.get(name, (0, [])) for name in given]
     shapes = [axes for _, axes in found]
     if any(element != onnx.TensorProto.FLOAT16 or len(axes) < 2 for element, axes in found) or size not in HEAD_SIZES:
@@ -218,7 +219,7 @@ def _is_attention_ours(node: Any, known: _Known) -> bool:
 
 def _head_size(node: Any, known: _Known) -> int:
     axes = known[node.input[0]][1]
-    return axes[4] if len(axes) == 5 else axes[-1] // int(_attributes(node)["num_heads"])
+    return axes[4] if len(axes) == 5 else axes[-1] // int(attributes(node)["num_heads"])
 
 
 _RULES = {
@@ -229,22 +230,16 @@ _RULES = {
 }
 
 
-def _attributes(node: Any) -> dict[str, Any]:
-    import onnx
-
-    return {item.name: onnx.helper.get_attribute_value(item) for item in node.attribute}
-
-
 def _replace_attention(node: Any, known: _Known) -> None:
     import onnx
 
-    attributes = _attributes(node)
-    scale = attributes.get("scale", 0) or 1 / math.sqrt(_head_size(node, known))
+    settings = attributes(node)
+    scale = settings.get("scale", 0) or 1 / math.sqrt(_head_size(node, known))
     node.op_type = "FewKeysAttention"
     given = [name for name in node.input if name]
     del node.attribute[:], node.input[:], node.output[1:]
     node.input.extend(given)
-    for name, value in (("num_heads", attributes["num_heads"]), ("scale", scale)):
+    for name, value in (("num_heads", settings["num_heads"]), ("scale", scale)):
         node.attribute.append(onnx.helper.make_attribute(name, value))
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sdflow.onnx_model.float8 import DOMAIN
-from sdflow.runtime.kernels.rotary_graph import BY_HEAD, BY_TOKEN, FLAT, Heads, Known, Reader, Stream, attribute
+from sdflow.onnx_model.nodes import attribute
+from sdflow.runtime.kernels.rotary_graph import BY_HEAD, BY_TOKEN, FLAT, Heads, Known, Reader, Stream
 
 VECTOR, SIZES = 8, (8, 16, 32, 64, 128, 256)
 """As in rotary_qkv.c: channels per thread; supported head sizes."""

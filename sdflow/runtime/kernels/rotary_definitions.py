@@ -79,7 +79,8 @@ def rounded(values: Any, bfloat16: bool) -> np.ndarray:
 
 
 def qkv_feeds(case: QkvCase) -> dict[str, np.ndarray]:
-    """Return the case's random inputs by the names in INPUTS. A packed stream has one product."""
+    """Return the case's random inputs by the names in INPUTS: products are (images, tokens, heads x size). A packed stream
+    has one product for all."""
     random = np.random.default_rng(5)
     row, feeds = case.heads * case.size, {}
     for stream, tokens in enumerate(case.tokens):
@@ -98,7 +99,8 @@ def qkv_feeds(case: QkvCase) -> dict[str, np.ndarray]:
 
 
 def qkv_expected(feeds: dict[str, np.ndarray], attributes: dict[str, float]) -> list[np.ndarray]:
-    """Return query, key and, if present, value by definition. feeds: by the names in INPUTS."""
+    """Return query, key and, if present, value, (images, tokens of both streams, heads x size), by definition. feeds: by
+    the names in INPUTS."""
     heads, size = int(attributes["num_heads"]), int(attributes["head_size"])
     results = []
     for part, name in enumerate(STREAM[:PARTS]):

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from sdflow.onnx_model.nodes import attribute
+
 Known = dict[str, tuple[int, list[int]]]
 """Value -> (element type, shape)."""
 
@@ -286,10 +288,3 @@ class Reader:
             index = self.constant(node.input[1]) or [-1]
             which = int(index[0]) % 2 if len(index) == 1 else -1
         return (folded.input[0], which, negated) if which >= 0 else None
-
-
-def attribute(node: Any, name: str, default: Any) -> Any:
-    """Return a node's attribute, or the default."""
-    import onnx
-
-    return next((onnx.helper.get_attribute_value(item) for item in node.attribute if item.name == name), default)

@@ -117,7 +117,7 @@ FLOAT8_RESIDUALS = (
 @dataclass(frozen=True)
 class ActivationCase:
     """rows: the axes before the last one. channels: of the result. gate: "" for a GELU, "own" if b is another product,
-    "beside" if a and b are halves of one row. behind: channels of that row before a. before: channels at the start of
+    "halves" if a and b are halves of one row. behind: channels of that row before a. before: channels at the start of
     the result that come from another value. float8: the result is rows of E4M3 with scales.
     """
 
@@ -143,7 +143,7 @@ class ActivationCase:
     @property
     def attributes(self) -> dict[str, int]:
         """The operator's attributes."""
-        b = self.behind + self.channels if self.gate == "beside" else 0
+        b = self.behind + self.channels if self.gate == "halves" else 0
         return {"channels": self.channels, "a": self.behind, "b": b}
 
 
@@ -151,16 +151,16 @@ ACTIVATIONS = (
     ActivationCase((2, 333), 6144, biases=True),
     ActivationCase((3,), 16),
     ActivationCase((1, 40), 6144, biases=True, bfloat16=True),
-    ActivationCase((1, 300), 9216, "beside", bfloat16=True),
-    ActivationCase((1, 300), 9216, "beside", behind=9216, before=3072, bfloat16=True),
+    ActivationCase((1, 300), 9216, "halves", bfloat16=True),
+    ActivationCase((1, 300), 9216, "halves", behind=9216, before=3072, bfloat16=True),
     ActivationCase((1, 70), 10240, "own", bfloat16=True),
     ActivationCase((2, 2, 30), 2560, "own", biases=True),
-    ActivationCase((700,), 40, "beside", biases=True, before=8),
+    ActivationCase((700,), 40, "halves", biases=True, before=8),
 )
 FLOAT8_ACTIVATIONS = (
     ActivationCase((2, 333), 6144, biases=True, float8=True),
-    ActivationCase((1, 300), 9216, "beside", bfloat16=True, float8=True),
-    ActivationCase((1, 300), 9216, "beside", behind=9216, before=3072, bfloat16=True, float8=True),
+    ActivationCase((1, 300), 9216, "halves", bfloat16=True, float8=True),
+    ActivationCase((1, 300), 9216, "halves", behind=9216, before=3072, bfloat16=True, float8=True),
     ActivationCase((1, 70), 10240, "own", bfloat16=True, float8=True),
     ActivationCase((1, 40), 12288, before=3072, bfloat16=True, float8=True),
 )
@@ -209,7 +209,7 @@ def residual_feeds(case: ResidualCase) -> Feeds:
 
 
 def residual_expected(case: ResidualCase, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the results by definition, in float64."""
+    """Return the results in the case's shape by definition, in float64."""
     import numpy as np
 
     has = {name: value.astype(np.float64) for name, value in values.items()}
@@ -251,11 +251,11 @@ def _rms(value: np.ndarray, epsilon: float) -> np.ndarray:
 
 
 def activation_feeds(case: ActivationCase) -> dict[str, np.ndarray]:
-    """Return random inputs; with gate "beside", a also contains b and is both inputs."""
+    """Return random inputs, (*rows, channels); with gate "halves", a also contains b and is both inputs."""
     import numpy as np
 
     random = np.random.default_rng(5)
-    width = case.behind + case.channels * (2 if case.gate == "beside" else 1)
+    width = case.behind + case.channels * (2 if case.gate == "halves" else 1)
 
     def values(*shape: int) -> np.ndarray:
         made: np.ndarray = (random.normal(size=shape) * 2).astype(_type(case.bfloat16))
@@ -263,7 +263,7 @@ def activation_feeds(case: ActivationCase) -> dict[str, np.ndarray]:
 
     found = {"a": values(*case.rows, width)}
     if case.gate:
-        found["b"] = found["a"] if case.gate == "beside" else values(*case.rows, case.channels)
+        found["b"] = found["a"] if case.gate == "halves" else values(*case.rows, case.channels)
     if case.biases:
         found |= {name: values(case.channels) for name in (("a_bias", "b_bias") if case.gate else ("a_bias",))}
     if case.before:
@@ -272,7 +272,7 @@ def activation_feeds(case: ActivationCase) -> dict[str, np.ndarray]:
 
 
 def activation_expected(case: ActivationCase, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return the result by definition, in float64."""
+    """Return the result, (*rows, before + channels), by definition, in float64."""
     import numpy as np
 
     has = {name: value.astype(np.float64) for name, value in feeds.items()}

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from sdflow.onnx_model.float8 import DOMAIN
-from sdflow.onnx_model.nodes import copied, in_order
+from sdflow.onnx_model.nodes import attribute, copied, in_order
 from sdflow.runtime.kernels.activations import activation_operators
 from sdflow.runtime.kernels.graph_index import GraphIndex, Known
 from sdflow.runtime.kernels.parts import PART_OF
@@ -90,7 +90,7 @@ def _without_unread_parts(nodes: list[Any], index: GraphIndex, results: Iterable
     made, constants = [], []
     for node in nodes:
         parts = [index.shape(name) for name in node.output]
-        axis = next((item.i for item in node.attribute if item.name == "axis"), 0)
+        axis = attribute(node, "axis", 0)
         if node.op_type != "Split" or node.domain or not all(parts):
             made.append(node)
             continue

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from sdflow.onnx_model.facts import dtype_name, tensor_bytes
 from sdflow.onnx_model.files import data_span, is_external
-from sdflow.onnx_model.nodes import copied
+from sdflow.onnx_model.nodes import attributes, copied
 from sdflow.runtime.sessions.session import read_graph
 
 if TYPE_CHECKING:
@@ -95,15 +95,13 @@ def _as_products(model: onnx.ModelProto, live: Mapping[str, tuple[int, ...]]) ->
 
 def over_single_pixels(node: onnx.NodeProto) -> bool:
     """Whether a convolution equals a matrix product."""
-    from onnx import helper
-
-    attributes = {item.name: helper.get_attribute_value(item) for item in node.attribute}
+    found = attributes(node)
     ones = {"kernel_shape": 1, "strides": 1, "dilations": 1, "pads": 0}
     return (
-        attributes.get("kernel_shape") is not None
-        and all(set(attributes.get(name, [])) <= {value} for name, value in ones.items())
-        and attributes.get("group", 1) == 1
-        and attributes.get("auto_pad", b"NOTSET") == b"NOTSET"
+        found.get("kernel_shape") is not None
+        and all(set(found.get(name, [])) <= {value} for name, value in ones.items())
+        and found.get("group", 1) == 1
+        and found.get("auto_pad", b"NOTSET") == b"NOTSET"
     )
 
 

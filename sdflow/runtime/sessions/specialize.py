@@ -12,7 +12,7 @@ from typing import Any
 from sdflow.errors import PassError
 from sdflow.onnx_model.float8 import FLOAT8_MATMUL
 from sdflow.onnx_model.int8 import INT8_MATMUL
-from sdflow.onnx_model.nodes import copied, in_order
+from sdflow.onnx_model.nodes import attribute, copied, in_order
 
 FOLDED_ELEMENTS = 1 << 14
 """Larger values stay in the graph: only shapes, masks and indices are folded."""
@@ -166,7 +166,7 @@ class _Folding:
             return {node.output[0]: value} if value.size <= FOLDED_ELEMENTS else None
         if node.op_type == "Shape" and node.domain == "":
             shape = self._shape(node.input[0])
-            start, end = (next((a.i for a in node.attribute if a.name == key), None) for key in ("start", "end"))
+            start, end = (attribute(node, key, None) for key in ("start", "end"))
             return {node.output[0]: np.array(shape[start:end], np.int64)}
         if node.domain != "" or any(name and name not in self.known for name in node.input):
             return None
@@ -231,12 +231,6 @@ def _is_static(value: Any) -> bool:
     return all(axis.HasField("dim_value") for axis in value.tensor_type.shape.dim)
 
 
-def _attribute(node: Any, name: str, default: Any) -> Any:
-    import onnx
-
-    return next((onnx.helper.get_attribute_value(item) for item in node.attribute if item.name == name), default)
-
-
 _Rule = Callable[[Any, Sequence[_Shape]], Sequence[_Shape]]
 
 
@@ -251,8 +245,8 @@ def _half_of_last(node: Any, inputs: Sequence[_Shape]) -> Sequence[_Shape]:
 def _nhwc_conv(node: Any, inputs: Sequence[_Shape]) -> Sequence[_Shape]:
     """Input (N, H, W, C), weight (M, kH, kW, C): as for Conv, with another axis order."""
     image, kernel = inputs[0], inputs[1]
-    pads = _attribute(node, "pads", [0, 0, 0, 0])
-    strides, dilations = _attribute(node, "strides", [1, 1]), _attribute(node, "dilations", [1, 1])
+    pads = attribute(node, "pads", [0, 0, 0, 0])
+    strides, dilations = attribute(node, "strides", [1, 1]), attribute(node, "dilations", [1, 1])
     rows = [
         (image[1 + i] + pads[i] + pads[i + 2] - dilations[i] * (kernel[1 + i] - 1) - 1) // strides[i] + 1
         for i in (0, 1)
@@ -273,7 +267,7 @@ def _multi_head_attention(node: Any, inputs: Sequence[_Shape]) -> Sequence[_Shap
 
 def _attention(node: Any, inputs: Sequence[_Shape]) -> Sequence[_Shape]:
     """Input (B, S, C), weights (C, 3 x hidden)."""
-    sizes = _attribute(node, "qkv_hidden_sizes", None)
+    sizes = attribute(node, "qkv_hidden_sizes", None)
     hidden = sizes[2] if sizes else inputs[1][1] // 3
     return [(*inputs[0][:2], hidden)]
 
@@ -290,7 +284,7 @@ def _integer_product(node: Any, inputs: Sequence[_Shape]) -> Sequence[_Shape]:
 
 def _packed_product(node: Any, inputs: Sequence[_Shape]) -> Sequence[_Shape]:
     """x (..., K), weight packed."""
-    return [(*inputs[0][:-1], _attribute(node, "N", 0))]
+    return [(*inputs[0][:-1], attribute(node, "N", 0))]
 
 
 CONTRIB_SHAPES: Mapping[str, _Rule] = {

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import PassError
 from sdflow.onnx_model.float8 import DOMAIN
-from sdflow.onnx_model.nodes import copied, in_order
+from sdflow.onnx_model.nodes import attribute, copied, first_output, in_order
 from sdflow.runtime.sessions.specialize import TYPED_BY
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def with_streaming(
         earlier = sum(each.bits for each in segments[: number - 1])
         for reader in reversed(after):
             if not covered & reader.bit:
-                through.after.append(reach.later(_first_output(reader.node), earlier))
+                through.after.append(reach.later(first_output(reader.node), earlier))
                 covered |= reach.of(through.after[-1])
         if number == 1:
             through.after.extend(streams[0].through.values())
@@ -181,7 +181,7 @@ class _Reach:
         """Return what becomes of a value, as long as a single node reads it that depends on no other readers than these.
         ONNX Runtime fuses that node, such as an addition, with the one before it only if no other node reads the value."""
         while len(nodes := self._readers.get(value, [])) == 1:
-            made = _first_output(nodes[0])
+            made = first_output(nodes[0])
             if self.of(made) & ~allowed:
                 break
             value = made
@@ -189,7 +189,7 @@ class _Reach:
 
     def before(self, reader: _Reader) -> int:
         """The readers that a reader depends on."""
-        return self.of(_first_output(reader.node)) & ~reader.bit
+        return self.of(first_output(reader.node)) & ~reader.bit
 
 
 @dataclass
@@ -247,10 +247,6 @@ class _Stream:
         return [(name, self.types[value]) for value, name in self.through.items()]
 
 
-def _first_output(node: Any) -> str:
-    return next(str(name) for name in node.output if name)
-
-
 def _read_inputs(graph: Any, segment: _Segment, constants: Mapping[str, Any]) -> None:
     """Make a segment's weights inputs of the graph."""
     from onnx import helper
@@ -287,7 +283,7 @@ def _types(graph: Any) -> dict[str, int]:
             types[node.input[0]] = TensorProto.UINT8  # rows, of one of several outputs
             found = TensorProto.BFLOAT16 if node.op_type.endswith("Bfloat16") else TensorProto.FLOAT16
         elif node.op_type == "Cast":
-            found = next(item.i for item in node.attribute if item.name == "to")
+            found = attribute(node, "to", None)
         elif node.input:
             found = types.get(node.input[TYPED_BY.get(node.op_type, 0)], 0)
         else:

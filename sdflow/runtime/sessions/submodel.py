@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import PassError, SlowerWarning, VerificationError
 from sdflow.families.shared.part import Part
-from sdflow.models.base import Role
+from sdflow.models.ports import Role
 from sdflow.runtime.sessions.bound import Bound, input_types
 from sdflow.runtime.sessions.device_weights import DeviceWeights
 from sdflow.runtime.sessions.dimensions import free_dimensions

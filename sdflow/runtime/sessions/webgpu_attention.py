@@ -18,6 +18,7 @@ from typing import Any
 from sdflow.errors import SlowerWarning, VerificationError
 from sdflow.machine.onnx_runtime import onnxruntime_errors
 from sdflow.machine.webgpu import adapter_failure
+from sdflow.onnx_model.nodes import attributes
 from sdflow.runtime.sessions.cannot_run import cannot_run
 from sdflow.targets import WEBGPU_PROVIDER, Target
 
@@ -139,7 +140,7 @@ def _expand(node: Any, made: _Made) -> None:
     import numpy as np
     from onnx import helper
 
-    settings = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+    settings = attributes(node)
     inputs = dict(enumerate(node.input))
     name, heads = node.name or node.output[0], settings["num_heads"]
     kind = made.types.get(inputs[0])

@@ -12,7 +12,7 @@ from sdflow.errors import UsageError, VerificationError
 from sdflow.machine.device import cores
 from sdflow.machine.memory import HOST, available_bytes
 from sdflow.manifest import read_manifest
-from sdflow.processes.workers import limit_memory
+from sdflow.processes.in_worker import limit_memory
 from sdflow.runtime.memory_limit import most_pixels_of
 from sdflow.serve.engine.pulse import LEAST_SECONDS, TIMES, Patience
 from sdflow.serve.engine.waiting import worthwhile_sizes

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import PassError, VerificationError
-from sdflow.models.base import Role
+from sdflow.models.ports import Role
 from sdflow.onnx_model.nodes import in_order
 from sdflow.runtime.denoiser.denoiser import DenoiserInputs
 from sdflow.runtime.denoiser.moving import Moving

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 
 from sdflow import __version__
-from sdflow.families.image_text import PARAMETERS
-from sdflow.families.image_text_reading import LORA, infotext_values
+from sdflow.runtime.files.image_text import PARAMETERS
+from sdflow.runtime.files.image_text_reading import LORA, infotext_values
 from sdflow.serve.api_error import ApiError, invalid
 from sdflow.serve.http.drawing import Drawing
 from sdflow.serve.http.openai_api import of_validation, prepared, wanted_still

@@ -149,8 +149,8 @@ class Text(Known):
             if schedule in (None, "", AUTOMATIC, AUTOMATIC.lower()):
                 return None
             raise invalid("scheduler", f"the schedule type {schedule!r} requires sampler_name.")
-        told = schedule or (None if sampler in schedulers else AUTOMATIC)  # sdflow's names include the schedule
-        found = scheduler_of(sampler, told, schedulers)
+        chosen = schedule or (None if sampler in schedulers else AUTOMATIC)  # sdflow's names include the schedule
+        found = scheduler_of(sampler, chosen, schedulers)
         if found is None and scheduler_of(sampler, None, schedulers) is not None:
             words = f"{sampler} does not support the schedule type {schedule!r}; see /sdapi/v1/schedulers."
             raise invalid("scheduler", words)

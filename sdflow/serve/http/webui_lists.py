@@ -14,10 +14,10 @@ from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
 from sdflow.errors import CheckpointError
-from sdflow.families.image_text import PARAMETERS
-from sdflow.families.image_text_reading import infotext_values
 from sdflow.families.shared.sampler_names import AUTOMATIC, available
 from sdflow.families.shared.schedulers import SAMPLERS, SPACINGS
+from sdflow.runtime.files.image_text import PARAMETERS
+from sdflow.runtime.files.image_text_reading import infotext_values
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.settings import Settings
 from sdflow.serve.http.uploads import decoded, opened_image

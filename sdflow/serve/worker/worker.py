@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import SdflowError
-from sdflow.processes.workers import deny_network
+from sdflow.processes.in_worker import deny_network
 from sdflow.serve.engine.pulse import Pulse, Pulses, Watchdog
 from sdflow.serve.jobs import Cancel, Drop, Forget, Job, Load, Loaded, Lost, Message, Order, Ready, Show, WorkerOptions
 from sdflow.serve.log import ROTATED, log_as_json, log_line

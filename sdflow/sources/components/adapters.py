@@ -263,9 +263,9 @@ class _Encoder(Source):
         """The encoder of an adapter, by diffusers' rules: a folder next to the adapter's file, or, with a slash in its
         name, one of the whole folder or repository."""
         parsed, folder = parse_reference(adapter.file), adapter.encoder_folder or part.component
-        reference, beside = adapter.encoder or adapter.file, PurePosixPath(adapter.weight_name or "").parent
+        reference, parent = adapter.encoder or adapter.file, PurePosixPath(adapter.weight_name or "").parent
         if adapter.encoder is None and "/" not in folder:
-            folder = (beside / folder).as_posix()
+            folder = (parent / folder).as_posix()
         if adapter.encoder is None and isinstance(parsed, LocalReference) and not parsed.path.is_dir():
             reference = str(parsed.path.parent)
         return cls(checkpoint, folder, reference, access, part)

@@ -8,7 +8,7 @@ from typing import Any
 
 from sdflow.errors import CheckpointError, PassError
 from sdflow.families.shared.part import Part
-from sdflow.models.base import GUIDANCE, Port
+from sdflow.models.ports import GUIDANCE, Port
 from sdflow.sources.checkpoint import Access, Checkpoint, SubmodelCheckpoint, pipeline_facts
 from sdflow.sources.components.component_source import Found, Source
 

@@ -15,7 +15,8 @@ from typing import Any
 from sdflow.errors import CheckpointError
 from sdflow.families import family_of_architecture, family_of_index
 from sdflow.families.shared.part import Part
-from sdflow.models.base import Role, Shapes
+from sdflow.models.base import Shapes
+from sdflow.models.ports import Role
 from sdflow.models.residuals import is_residual
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.checkpoint import Access, Checkpoint, SubmodelCheckpoint, config_digest

@@ -260,8 +260,8 @@ class AdapterModule:
         return [self.values[role] for role in roles]
 
     def _alone(self, role: Role, *others: Role) -> None:
-        if beside := [other for other in others if other in self.values]:
-            raise Unfit(f"{self.names[role]}: {self.names[beside[0]]} is for the same factor")
+        if same := [other for other in others if other in self.values]:
+            raise Unfit(f"{self.names[role]}: {self.names[same[0]]} is for the same factor")
 
     def _require_numbers(self) -> None:
         import numpy as np

@@ -17,9 +17,10 @@ from sdflow.sources.loras.adapter_modules import AdapterModule, Unfit, read_at_o
 from sdflow.sources.loras.layers import Layer
 from sdflow.sources.loras.lora_header import made_for, misfit, read_lora_header
 from sdflow.sources.loras.lora_names import LAZY, Places, Role, peft_module, spellings
-from sdflow.sources.loras.peft_metadata import BESIDE, METADATA_KEY
+from sdflow.sources.loras.peft_metadata import METADATA_KEY
 from sdflow.sources.reference import PICKLE_SUFFIXES, HubReference, LocalReference, parse_reference
 from sdflow.sources.safetensors_file import read_float_tensors, read_numbers
+from sdflow.sources.weight_files import ADAPTER_CONFIG
 
 
 def find_lora(reference: str, weight_name: str | None = None, *, download: bool) -> Path:
@@ -72,14 +73,14 @@ def lora_submodels(path: Path) -> tuple[str, ...]:
 def lora_digest(path: Path, digests: FileDigests) -> str:
     """The digest of a LoRA's content: its file, and PEFT's configuration next to it, if any."""
     whole = digests.digest(path)
-    if not read_lora_header(path).beside:
+    if not read_lora_header(path).has_config:
         return whole
-    return digest_json({"file": whole, "config": digests.digest(path.with_name(BESIDE))})
+    return digest_json({"file": whole, "config": digests.digest(path.with_name(ADAPTER_CONFIG))})
 
 
 def lora_files(path: Path) -> list[Path]:
     """The files covered by `lora_digest`."""
-    return [path, *([path.with_name(BESIDE)] if read_lora_header(path).beside else [])]
+    return [path, *([path.with_name(ADAPTER_CONFIG)] if read_lora_header(path).has_config else [])]
 
 
 def require_made_for(path: Path, checkpoint: Checkpoint) -> None:

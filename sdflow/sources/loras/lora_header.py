@@ -28,7 +28,6 @@ from sdflow.sources.loras.adapter_kinds import (
 )
 from sdflow.sources.loras.lora_names import PEFT_PREFIX, UNMERGED, LoraName, parse_name, part_of_unmerged
 from sdflow.sources.loras.peft_metadata import (
-    BESIDE,
     METADATA_KEY,
     PeftConfig,
     model_class,
@@ -37,6 +36,7 @@ from sdflow.sources.loras.peft_metadata import (
     read_peft_configs,
 )
 from sdflow.sources.safetensors_file import TensorEntry, read_header, read_metadata, require_floats, require_numbers
+from sdflow.sources.weight_files import ADAPTER_CONFIG
 
 PEFT_FILE = "adapter_model"
 """PEFT's file name for tensors in save_pretrained, without the suffix."""
@@ -46,13 +46,13 @@ _PEFT_NAMES = "base_model."
 
 @dataclass(frozen=True)
 class LoraHeader:
-    """names: the file's parsed tensors. entries: all of them. configs: PEFT's, by submodel. beside: whether the
+    """names: the file's parsed tensors. entries: all of them. configs: PEFT's, by submodel. has_config: whether the
     configuration is a separate file, which is then part of the LoRA."""
 
     names: Mapping[str, LoraName]
     entries: Mapping[str, TensorEntry]
     configs: Mapping[str, PeftConfig]
-    beside: bool
+    has_config: bool
 
 
 def read_lora_header(path: Path) -> LoraHeader:
@@ -68,13 +68,13 @@ def read_lora_header(path: Path) -> LoraHeader:
     _require_lora(path, entries, names, of_peft)
     if of_peft and config is None:
         raise CheckpointError(
-            f"PEFT wrote it, but {BESIDE}, which has its alpha, is missing next to it",
+            f"PEFT wrote it, but {ADAPTER_CONFIG}, which has its alpha, is missing next to it",
             where=str(path),
             remedy="Put that file next to it, and name the folder or the file on disk.",
         )
     if config is not None and len(submodels) > 1:
         raise CheckpointError(
-            f"its {BESIDE} is for one model, but its tensors are for {' and '.join(submodels)}",
+            f"its {ADAPTER_CONFIG} is for one model, but its tensors are for {' and '.join(submodels)}",
             where=str(path),
             remedy="Use an unchanged file from PEFT.",
         )
@@ -87,7 +87,7 @@ def read_lora_header(path: Path) -> LoraHeader:
 def is_of_peft(path: Path, names: Iterable[str]) -> bool:
     """Whether PEFT's save_pretrained wrote a file, with the configuration next to it."""
     return any(name.startswith(_PEFT_NAMES) for name in names) or (
-        path.stem == PEFT_FILE and path.with_name(BESIDE).is_file()
+        path.stem == PEFT_FILE and path.with_name(ADAPTER_CONFIG).is_file()
     )
 
 

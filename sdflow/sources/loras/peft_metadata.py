@@ -57,7 +57,6 @@ for pattern in patterns:
 """
 
 METADATA_KEY = "lora_adapter_metadata"
-BESIDE = ADAPTER_CONFIG
 _DEFAULT = 8  # PEFT's default of r and of lora_alpha
 _LARGEST = 1e30  # largest alpha: beyond, float32 overflows
 _UNSET: tuple[Any, ...] = (False, [], {}, "")  # PEFT's usual defaults, for unknown fields
@@ -133,19 +132,19 @@ def read_peft_configs(path: Path, submodels: Sequence[str], own: Collection[str]
 def peft_fields_of(path: Path) -> dict[str, Any] | None:
     """The fields of the configuration next to a file; None if there is none. Raises CheckpointError for an invalid
     one."""
-    file = path.with_name(BESIDE)
+    file = path.with_name(ADAPTER_CONFIG)
     try:
         text = read_input(file).decode("utf-8")
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"cannot be read: {error}", where=str(file)) from error
-    return _parsed(text, BESIDE, str(path))
+    return _parsed(text, ADAPTER_CONFIG, str(path))
 
 
 def peft_config_of(path: Path, fields: Mapping[str, Any]) -> PeftConfig:
     """Interpret fields from next to a file. Raises CheckpointError for a kind of adapter that is not merged."""
-    return _config(fields, _Where(BESIDE, "", str(path)))
+    return _config(fields, _Where(ADAPTER_CONFIG, "", str(path)))
 
 
 def model_class(fields: Mapping[str, Any]) -> str | None:
@@ -177,7 +176,7 @@ class _Where:
     @property
     def merge(self) -> str:
         """Advice for merging such an adapter elsewhere: PEFT reads files that it wrote."""
-        return MERGE_WITH_PEFT if self.name == BESIDE else MERGE_ELSEWHERE
+        return MERGE_WITH_PEFT if self.name == ADAPTER_CONFIG else MERGE_ELSEWHERE
 
     def bad(self, field: str, what: str) -> CheckpointError:
         return CheckpointError(

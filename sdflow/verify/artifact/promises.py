@@ -21,7 +21,7 @@ from sdflow.families.shared.base import Family
 from sdflow.families.shared.part import Part
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.manifest import Part as Built
-from sdflow.models.base import Port
+from sdflow.models.ports import Port
 from sdflow.onnx_model.facts import dtype_name, tensor_bytes
 from sdflow.onnx_model.files import data_span, decode_errors, initializers_and_constants, is_external
 from sdflow.onnx_model.reading import load_graph

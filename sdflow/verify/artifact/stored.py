@@ -25,6 +25,7 @@ from sdflow.onnx_model.facts import subgraphs
 from sdflow.onnx_model.files import data_span, is_external, raw_values
 from sdflow.verify.artifact.blocks_again import blocks_again, one_thread
 from sdflow.verify.artifact.quantized import again
+from sdflow.weights.evaluate import evaluate
 from sdflow.weights.lora import LoraInput, Merged, read_loras
 from sdflow.weights.recipe import (
     Bfloat16,
@@ -41,7 +42,6 @@ from sdflow.weights.recipe import (
     Scales,
     Sum,
     Transpose,
-    evaluate,
 )
 from sdflow.weights.tensors import open_tensors
 

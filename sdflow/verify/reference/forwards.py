@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sdflow.families.shared.part import Part
-from sdflow.models.base import Config, Model, Ports
+from sdflow.models.base import Config, Model
+from sdflow.models.ports import Ports
 from sdflow.verify.reference.cases import Case, Cases, Kind
 from sdflow.verify.reference.streamed import StreamedWeights
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sdflow.families.shared.latents import Latents
-from sdflow.models.base import Port, Ports
+from sdflow.models.ports import Port, Ports
 from sdflow.verify.reference.cases import Case, Cases
 from sdflow.verify.reference.forwards import Network
 from sdflow.verify.reference.selection import Selection

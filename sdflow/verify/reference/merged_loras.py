@@ -69,8 +69,8 @@ def merge_lora(
     tensors = {name: tensor.float() for name, tensor in load_file(path).items()}
     metadata = None if said is None else _for_components(json.loads(said), tensors, family)
     if all(name.startswith(PEFT_PREFIX) for name in tensors):
-        tensors, beside = _from_peft(tensors, path, family)
-        metadata = beside if metadata is None else metadata
+        tensors, config = _from_peft(tensors, path, family)
+        metadata = config if metadata is None else metadata
     if not is_plain(tensors):
         said_of_it = {name: value for name, value in (metadata or {}).items() if name.startswith(f"{component}.")}
         fields = {name.partition(".")[2]: value for name, value in said_of_it.items()}

@@ -46,14 +46,14 @@ def rows_once(exact: Network, rounded: Network) -> RowsOnce:
         with quick_halves(known=known):
             return forward(*args, **kwargs)
 
-    def beside(*works: Callable[[], None]) -> None:
+    def side_by_side(*works: Callable[[], None]) -> None:
         turns = Turns()
         with sharing(turns, exact, rounded):
             for work in works:
                 turns.start(work)
             turns.finish()
 
-    return RowsOnce(exact.module, in_half, beside)
+    return RowsOnce(exact.module, in_half, side_by_side)
 
 
 def denoise_once(

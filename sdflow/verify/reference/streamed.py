@@ -23,7 +23,7 @@ Read = Callable[[str], "torch.Tensor"]
 Merges = Mapping[str, Sequence[Any]]
 """Weight -> PEFT's layers to merge into it, in order."""
 Forward = Callable[..., Any]
-Beside = Callable[[Callable[[], None], Callable[[], None]], None]
+SideBySide = Callable[[Callable[[], None], Callable[[], None]], None]
 
 
 class Reading:
@@ -207,10 +207,12 @@ class RowsOnce:
     """A text encoder's forward that computes each row of tokens once: one pass over the weights serves all prompts, and
     both precisions if there is a second module in 16 bits."""
 
-    def __init__(self, module: torch.nn.Module, half: Forward | None = None, beside: Beside | None = None) -> None:
-        """half: the forward of the 16-bit module. beside: runs two functions concurrently."""
+    def __init__(
+        self, module: torch.nn.Module, half: Forward | None = None, side_by_side: SideBySide | None = None
+    ) -> None:
+        """half: the forward of the 16-bit module. side_by_side: runs two functions concurrently."""
         self._forward = module.forward
-        self._half, self._beside = half, beside
+        self._half, self._side_by_side = half, side_by_side
         self._signature = inspect.signature(module.forward)
         self._rows: dict[Any, list[torch.Tensor]] = {}
         self._half_rows: dict[Any, list[torch.Tensor]] = {}
@@ -252,10 +254,10 @@ class RowsOnce:
                 rows[key] = [leaf[row : row + 1] for leaf in leaves]
 
         half = self._half
-        if half is None or self._beside is None:
+        if half is None or self._side_by_side is None:
             run(self._forward, self._rows)
         else:
-            self._beside(lambda: run(self._forward, self._rows), lambda: run(half, self._half_rows))
+            self._side_by_side(lambda: run(self._forward, self._rows), lambda: run(half, self._half_rows))
 
 
 def _flat(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

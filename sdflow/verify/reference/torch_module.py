@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.families import FAMILIES, part_of
-from sdflow.models.base import Ports
+from sdflow.models.ports import Ports
 from sdflow.sources import load_module
 from sdflow.verify.pretrained import read_by_library, reader
 from sdflow.verify.reference.forwards import Network

@@ -71,8 +71,8 @@ def device_rows(result: Verification, *, worst: bool = False) -> tuple[str, Rows
         here = {each.name: each.distance for each in part.outputs}
         for output in (worst_output(device.outputs),) if worst and device.outputs else device.outputs:
             name = _counted(output, device.outputs) if worst else output.name
-            beside = f"{output.distance / here[output.name]:.2f}" if here.get(output.name) else ""
-            cells = (f"{output.distance:.2e}", _ratio(output), beside, spell_limit(part, output))
+            relative = f"{output.distance / here[output.name]:.2f}" if here.get(output.name) else ""
+            cells = (f"{output.distance:.2e}", _ratio(output), relative, spell_limit(part, output))
             rows.append((part.name, name, device.target, *cells, "passed" if output.passed else "FAILED"))
         if not device.outputs:
             rows.append((part.name, "", device.target, *[""] * 4, "FAILED"))

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from sdflow.processes.workers import peak_memory
+from sdflow.processes.in_worker import peak_memory
 from sdflow.store import Cache
 from sdflow.store.remote import RemoteSpec
 

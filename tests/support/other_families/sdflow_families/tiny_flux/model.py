@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from sdflow.models.base import Config, Model, Original, Port, Ports, Role, Shapes, Sizes, timestep_port
+from sdflow.models.base import Config, Model, Original, Shapes
+from sdflow.models.ports import Port, Ports, Role, Sizes, timestep_port
 from sdflow.models.t5_text import TOKENS
 
 PATCH = 2

@@ -11,11 +11,18 @@ from typing import Any
 
 from sdflow.disk.input_file import parse_json
 from sdflow.errors import UsageError
-from sdflow.families.image_text import APPROXIMATION, INVOKEAI_METADATA, NEGATIVE, PARAMETERS, SCHEDULER_NAME, SETTINGS
 from sdflow.families.settings import ALL, COMMON, Settings, settings_of
 from sdflow.families.shared.approximation import GUIDANCE_INTERVAL, REUSE
 from sdflow.families.shared.sampler_names import invokeai_scheduler, scheduler_of
 from sdflow.parameter import require_values
+from sdflow.runtime.files.image_text import (
+    APPROXIMATION,
+    INVOKEAI_METADATA,
+    NEGATIVE,
+    PARAMETERS,
+    SCHEDULER_NAME,
+    SETTINGS,
+)
 
 LORA = re.compile(r"<lora:([^:<>]+)(?::([^<>]*))?>")
 """Pattern of a LoRA and its scale in A1111's prompts."""

@@ -17,11 +17,11 @@ from sd_parsers.data import Sampler
 from sd_parsers.parsers import AUTOMATIC1111Parser, InvokeAIParser
 
 from sdflow.errors import UsageError
-from sdflow.families.image_text import INVOKEAI_METADATA, PARAMETERS, SETTINGS, image_text, infotext
-from sdflow.families.image_text_reading import read_image_settings
 from sdflow.families.shared.sampler_names import invokeai_name, webui_names
 from sdflow.families.shared.schedulers import SCHEDULERS, parts_of
 from sdflow.prompts.weights import parse
+from sdflow.runtime.files.image_text import INVOKEAI_METADATA, PARAMETERS, SETTINGS, image_text, infotext
+from sdflow.runtime.files.image_text_reading import read_image_settings
 from sdflow.runtime.files.images import png_text
 
 WEBUI = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')

@@ -3,7 +3,7 @@
 The chunk `sdflow` holds the settings as JSON, by the names of `sdflow.families.settings`. From these are derived
 `parameters`, the format of A1111's webui and its forks, which ComfyUI imports; and `invokeai_metadata`. The setting's
 declaration has its names in other programs (`Parameter.infotext`, `Parameter.invokeai`).
-`sdflow.families.image_text_reading` reads all three.
+`sdflow.runtime.files.image_text_reading` reads all three.
 """
 
 from __future__ import annotations
