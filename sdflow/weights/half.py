@@ -111,7 +111,9 @@ def _not_finite(bits: NDArray[np.uint16]) -> int:
 
 
 def _at_least(limit: np.uint16, values: NDArray[np.uint16]) -> NDArray[np.intp]:
-    """Return the indices of values that reach a limit; fast if there are few."""
+    """Return the indices of values that reach a limit; fast if there are none, or few."""
+    if values.max() < limit:
+        return np.empty(0, np.intp)
     farthest = np.maximum.reduceat(values, np.arange(0, values.size, _RUN))
     runs = np.flatnonzero(farthest >= limit)
     if 8 * runs.size > farthest.size:

@@ -19,10 +19,10 @@ TILE = (512, 256)
 LINE = 64
 """Bytes per cache line."""
 
-VALUES = 1 << 17
-"""Values in a tile that is processed at a time: in float32 it stays in the processor's cache."""
-COLUMNS = 292
-"""Its columns if it is written transposed: not a power of two apart, and whole cache lines of a transposed row."""
+VALUES = 1 << 18
+"""Values in a tile that is processed at a time: in float32 it stays in the processor's cache. Transposed, half as many."""
+COLUMNS = 300
+"""About as many columns has a tile that is written transposed."""
 
 Array = NDArray[Any]
 Tile = tuple[slice, slice, Array]
@@ -62,8 +62,10 @@ def _copy_tiles(target: Array, source: Array) -> None:
 
 def tiles(blocks: Iterable[Array], width: int, transposed: bool) -> Iterator[Tile]:
     """Cut flat blocks of a row-major matrix with rows of this width into tiles; transposed: as they will be written."""
-    columns = min(width, COLUMNS if transposed else VALUES)
-    rows, begin = max(1, VALUES // max(1, columns)), 0
+    values, columns = (VALUES // 2, COLUMNS) if transposed else (VALUES, VALUES)
+    # Strips of equal width; with a few columns more, rows are not a power of two apart.
+    columns = min(width, -(-width // max(1, round(width / columns))) + 4)
+    rows, begin = max(1, values // max(1, columns)), 0
     for block in blocks:
         while block.size:  # the rest of a row, or whole rows, or the beginning of a row
             row, column = divmod(begin, width)
