@@ -1,8 +1,11 @@
 """Bake a LoRA into a large denoiser that is already built, compared with `cp` of its weights.
 
-    python benchmarks/build/large_lora.py PIPELINE MODEL --cache CACHE [--rank 16] [--repeat 2] [--folder DIR]
+    python benchmarks/build/large_lora.py PIPELINE MODEL --cache CACHE [--component FOLDER] [--rank 16] [--repeat 2]
+        [--folder DIR]
 
-PIPELINE: built with MODEL, `synthetic:NAME`, and CACHE (benchmarks/build/from_zero.py --keep). Writes a random LoRA for
+PIPELINE: built with MODEL, `synthetic:NAME`, and CACHE (benchmarks/build/from_zero.py --keep). --component: the
+denoiser's folder if PIPELINE was built with one (`components:`): its weights are then read from files, whereas making
+synthetic ones takes about as long as merging. Writes a random LoRA for
 every matrix of the denoiser's blocks under --folder, with the names of diffusers. Then measures in turns `cp` of the
 denoiser's weights in PIPELINE, `cp` plus `sync`, and the whole process of `sdflow bake`, with the processor time of its
 children. The weights are in the page cache beforehand. Baked entries are removed from the cache after each turn.
@@ -24,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.build.next_component import actions, timed
 
 
-def write(file: Path, model: str, rank: int) -> tuple[str, int]:
+def write(file: Path, model: str, component: Path | None, rank: int) -> tuple[str, int]:
     """The LoRA's file. Returns the denoiser's name, and how many matrices it changes."""
     import numpy as np
     from safetensors.numpy import save_file
@@ -34,6 +37,9 @@ def write(file: Path, model: str, rank: int) -> tuple[str, int]:
 
     checkpoint = open_checkpoint(model, digests=PlainDigests(), download=False)
     name = checkpoint.family.denoiser
+    if component is not None:
+        components = {checkpoint.family.part(name).component: str(component.absolute())}
+        checkpoint = open_checkpoint(model, digests=PlainDigests(), download=False, components=components)
     part, random = checkpoint.family.part(name), np.random.default_rng(0)
     tensors: dict[str, Any] = {}
     for key, shape in parameter_shapes(name, checkpoint.submodels[name].load).items():
@@ -58,13 +64,14 @@ def main() -> None:
     parser.add_argument("pipeline", type=Path)
     parser.add_argument("model")
     parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--component", type=Path)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path("large_lora"))
     given = parser.parse_args()
     folder: Path = given.folder.absolute()
     cache, lora = given.cache.absolute(), folder / "large.safetensors"
-    denoiser, layers = write(lora, given.model, given.rank)
+    denoiser, layers = write(lora, given.model, given.component, given.rank)
     weights = sorted((given.pipeline / denoiser).glob("*.data"))
     size = sum(each.stat().st_size for each in weights)
     print(
