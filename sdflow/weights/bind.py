@@ -3,15 +3,16 @@
 The result is byte-identical to what the chain's passes write when they carry the weights. Memory is bounded by the
 largest tensors. A model with other LoRAs can be derived from an existing one of the same structure: tensors that no
 LoRA touches in either are copied from its data file, which is verified meanwhile against its digest or its recorded
-page sums.
+page sums. That reads the whole file, so if little would be copied, everything is computed instead.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 RESERVE = 64 << 20
 """Bytes to keep free on the disk, for graphs, records and results."""
+
+LEAST_COPIED = 0.25
+"""Share of the data file from which a base that must be verified is used."""
 
 
 @dataclass(frozen=True)
@@ -105,20 +109,26 @@ def bind(request: BindRequest, out: Path) -> Facts:
     if request.base is not None:
         _require_same_layout(request.base, size)
 
+    def untouched(job: _Job) -> bool:
+        return job.recipe is None or touched.isdisjoint(param.key for param in params(job.recipe))
+
+    verified = request.base_sha256 or request.base_sums
+    if verified and sum(job.length for job in jobs if job.length and untouched(job)) < LEAST_COPIED * size:
+        request = replace(request, base=None, base_sha256=None, base_sums=None)
+
     def copied(job: _Job) -> bool:
-        untouched = job.recipe is None or not touched & {param.key for param in params(job.recipe)}
-        return request.base is not None and job.length is not None and untouched
+        return request.base is not None and job.length is not None and untouched(job)
 
     counts: list[AtLimit] = []
     with open_tensors(request.submodel, request.checkpoint, parameters) as tensors:
         merged = Merged(tensors, loras)
         finite, lately = FiniteWeights(merged, request.loras), Lately()
 
-        def values(job: _Job) -> Any:
+        def values(job: _Job, memory: NDArray[Any] | None = None) -> Any:
             if job.recipe is None:
                 return job.values
             counts.append(count := AtLimit())
-            found = _values(job.tensor, job.recipe, merged, count, lately)
+            found = _values(job.tensor, job.recipe, merged, count, lately, memory)
             finite.look_at(job.recipe, found, count)
             return found
 
@@ -142,7 +152,9 @@ def bind(request: BindRequest, out: Path) -> Facts:
     return facts
 
 
-def _write_data(request: BindRequest, out: Path, jobs: Sequence[tuple[_Job, Callable[[], Any] | None]]) -> None:
+def _write_data(
+    request: BindRequest, out: Path, jobs: Sequence[tuple[_Job, Callable[[NDArray[Any]], Any] | None]]
+) -> None:
     """Write the data file: computed pieces, and pieces of the base where there is no function."""
     pieces: list[Piece] = []
     for job, compute in jobs:
@@ -202,12 +214,24 @@ def _require_same_layout(base: Path, size: int) -> None:
         )
 
 
-def _values(tensor: Any, recipe: Recipe, tensors: Merged, counts: AtLimit, lately: Lately) -> NDArray[Any]:
+def _values(
+    tensor: Any, recipe: Recipe, tensors: Merged, counts: AtLimit, lately: Lately, memory: NDArray[Any] | None
+) -> NDArray[Any]:
+    """Evaluate a recipe, in this memory if it is as large as the result."""
+    import numpy as np
+
     from sdflow.weights.evaluate import evaluate
     from sdflow.weights.layout import contiguous
 
+    unused = [] if memory is None else [memory]
+
+    def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        if unused and unused[0].size == prod(shape) * dtype.itemsize:
+            return unused.pop().view(dtype).reshape(shape)
+        return np.empty(shape, dtype)
+
     try:
-        values = evaluate(recipe, tensors.read, counts, tensors.blocks, lately)
+        values = evaluate(recipe, tensors.read, counts, tensors.tiles, lately, empty)
     except ValueError as error:
         raise PassError(f"the recipe of {tensor.name}: {error}", remedy=REMEDY) from error
     return contiguous(values)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from typing import Any
 
 import numpy as np
 
 from sdflow.weights.blockwise import Lately, quantize
 from sdflow.weights.hadamard import rotated
 from sdflow.weights.half import AtLimit, numpy_type
-from sdflow.weights.layout import contiguous, joined
+from sdflow.weights.layout import Tile, contiguous, copy_into
 from sdflow.weights.quantized import KINDS
 from sdflow.weights.recipe import (
     Array,
@@ -26,33 +26,37 @@ from sdflow.weights.recipe import (
     Rounded,
     Scaled,
     Scales,
+    Shape,
     Sum,
     SumAlong,
     Transpose,
 )
 
-Blocks = Callable[[str], Iterable[Array]]
+Tiles = Callable[[str, int, bool], Iterable[Tile]]
+Empty = Callable[[Shape, np.dtype[Any]], Array]
 
 
 def evaluate(
     recipe: Recipe,
     read: Callable[[str], Array],
     counts: AtLimit | None = None,
-    blocks: Blocks | None = None,
+    tiles: Tiles | None = None,
     lately: Lately | None = None,
+    empty: Empty = np.empty,
 ) -> Array:
     """Evaluate a recipe. `read` returns a parameter's values, float32 or, if stored so, float16.
 
-    blocks: yields the same values in row-major order as flat blocks, also bfloat16 if stored so. Rounded parameters are
-    read through it, so that none is ever whole in float32. lately: cache of blockwise quantized weights, whose parts
-    are separate recipes; for a single `read` only.
+    tiles: yields the same values, also bfloat16 if stored so, as tiles of a matrix with rows of the given width; the
+    last argument says whether it is written transposed. Rounded parameters are read through it, so that none is ever
+    whole in float32. lately: cache of blockwise quantized weights, whose parts are separate recipes; for a single `read`
+    only. empty: allocates joined and rounded values.
 
     Rounding is applied first, at the leaves: it acts on single values, so it commutes with moving them, and only half
     as many bytes are moved. It does not commute with a sum, nor with scaling, which may make a value subnormal. The
     result may be a non-contiguous view. 16-bit values at the type's limits are added to `counts`. Raises ValueError for
     a parameter of another shape.
     """
-    return _evaluate(recipe, _Source(read, blocks, counts, lately or Lately()), None)
+    return _evaluate(recipe, _Source(read, tiles, counts, lately or Lately(), empty), None)
 
 
 @dataclass(frozen=True)
@@ -60,9 +64,10 @@ class _Source:
     """Arguments of `evaluate`."""
 
     read: Callable[[str], Array]
-    blocks: Blocks | None
+    tiles: Tiles | None
     counts: AtLimit | None
     lately: Lately
+    empty: Empty
 
 
 def _evaluate(recipe: Recipe, source: _Source, rounding: Rounded | None) -> Array:
@@ -79,12 +84,14 @@ def _evaluate(recipe: Recipe, source: _Source, rounding: Rounded | None) -> Arra
         if source.counts is not None and recipe.part == "scales":
             source.counts.not_finite += int(np.count_nonzero(~np.isfinite(values.astype(np.float32))))
         return values
+    if isinstance(recipe, Join) or (rounding and isinstance(recipe, Transpose | Param) and source.tiles):
+        whole = source.empty(recipe.shape, numpy_type(rounding.dtype if rounding else recipe.dtype))
+        _fill(recipe, source, rounding, whole)
+        return whole
     if isinstance(recipe, Transpose):
         return _evaluate(recipe.of, source, rounding).transpose(recipe.axes)
     if isinstance(recipe, Reshape):
         return contiguous(_evaluate(recipe.of, source, rounding)).reshape(recipe.shape)
-    if isinstance(recipe, Join):
-        return joined([_evaluate(part, source, rounding) for part in recipe.parts], recipe.axis)
     if isinstance(recipe, Sum | SumAlong | Scaled | Rotated):
         exactly = replace(source, counts=None)
         if isinstance(recipe, Rotated):
@@ -96,8 +103,6 @@ def _evaluate(recipe: Recipe, source: _Source, rounding: Rounded | None) -> Arra
         else:
             total = add_along(_evaluate(recipe.of, exactly, None), recipe.axis, recipe.groups)
         return rounding.round(total, source.counts) if rounding else total
-    if isinstance(recipe, Param) and rounding is not None and source.blocks is not None:
-        return _rounded(recipe, source.blocks(recipe.key), rounding, source.counts)
     if isinstance(recipe, Constant):
         values = np.frombuffer(recipe.raw, recipe.dtype).reshape(recipe.shape)
     else:
@@ -109,15 +114,35 @@ def _evaluate(recipe: Recipe, source: _Source, rounding: Rounded | None) -> Arra
     return values if values.dtype == recipe.dtype else values.astype(recipe.dtype)
 
 
-def _rounded(param: Param, blocks: Iterable[Array], rounding: Rounded, counts: AtLimit | None) -> Array:
-    values, done = np.empty(prod(param.shape), numpy_type(rounding.dtype)), 0
-    for block in blocks:
-        if done + block.size <= values.size:
-            values[done : done + block.size] = rounding.round(block, counts)
-        done += block.size
-    if done != values.size:
-        raise ValueError(f"{param.key} has {done} values; the shape {list(param.shape)} takes {values.size}")
-    return values.reshape(param.shape)
+def _fill(recipe: Recipe, source: _Source, rounding: Rounded | None, target: Array) -> None:
+    """Evaluate a recipe into an array of its shape, which may be a view in any order."""
+    if isinstance(recipe, Rounded):
+        _fill(recipe.of, source, recipe, target)
+    elif isinstance(recipe, Join):
+        ends = np.cumsum([part.shape[recipe.axis] for part in recipe.parts])
+        for part, place in zip(recipe.parts, np.split(target, ends[:-1], recipe.axis), strict=True):
+            _fill(part, source, rounding, place)
+    elif isinstance(recipe, Transpose):
+        _fill(recipe.of, source, rounding, target.transpose(np.argsort(recipe.axes)))
+    elif isinstance(recipe, Param) and rounding and source.tiles:
+        if target.ndim == 2 or target.flags.c_contiguous:
+            _fill_by_tile(recipe, source.tiles, rounding, source.counts, target)
+        else:
+            copy_into(target, _evaluate(recipe, source, rounding))
+    else:
+        copy_into(target, _evaluate(recipe, source, rounding))
+
+
+def _fill_by_tile(param: Param, tiles: Tiles, rounding: Rounded, counts: AtLimit | None, target: Array) -> None:
+    matrix = target if target.ndim == 2 else target.reshape(len(target) if target.ndim > 1 else 1, -1)
+    done = 0
+    for rows, columns, values in tiles(param.key, matrix.shape[1], matrix.strides[0] < matrix.strides[1]):
+        place = matrix[rows, columns]
+        if place.shape == values.shape:
+            place[...] = rounding.round(np.ascontiguousarray(values), counts)
+        done += values.size
+    if done != target.size:
+        raise ValueError(f"{param.key} has {done} values; the shape {list(param.shape)} takes {target.size}")
 
 
 def add_up(parts: Sequence[Array]) -> Array:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from sdflow.sources.loras.layers import Layer, LoraLayer
+    from sdflow.weights.layout import Tile
     from sdflow.weights.tensors import Tensors
 
 
@@ -70,39 +71,37 @@ class Merged:
         values = self.tensors.read(key)
         return merged_weight(values, self._layers(key))
 
-    def blocks(self, key: str) -> Iterator[NDArray[Any]]:
-        """Yield the same values in row-major order as flat blocks; in their stored type if untouched by LoRAs."""
+    def tiles(self, key: str, width: int, transposed: bool) -> Iterator[Tile]:
+        """Yield the same values as tiles of a matrix with rows of this width; in their stored type if untouched by LoRAs.
+
+        transposed: the matrix is written transposed.
+        """
         from sdflow.sources.loras.layers import LoraLayer
+        from sdflow.weights.layout import tiles
 
         layers, plain = self._layers(key), []
-        if not layers:
-            return self.tensors.blocks(key)
         for layer, scale in layers:
             if not isinstance(layer, LoraLayer) or layer.magnitude is not None:
-                return iter((self.read(key).reshape(-1),))
+                return tiles((self.read(key).reshape(-1),), width, transposed)
             plain.append((layer, scale))
-        return _merged_blocks(self.tensors.blocks(key), plain)
+        found = tiles(self.tensors.blocks(key), width, transposed)
+        return _merged_tiles(found, plain) if plain else found
 
     def _layers(self, key: str) -> list[tuple[Layer, float]]:
         return [(found[key], scale) for found, scale in self.loras.layers if scale and key in found]
 
 
-def _merged_blocks(blocks: Iterator[NDArray[Any]], layers: Sequence[tuple[LoraLayer, float]]) -> Iterator[NDArray[Any]]:
-    """Flat blocks of a weight with these LoRAs merged, in float32: the bits of `merged_weight`, which has all of it in memory."""
-    from sdflow.weights.half import add_to, widened
+def _merged_tiles(tiles: Iterator[Tile], layers: Sequence[tuple[LoraLayer, float]]) -> Iterator[Tile]:
+    """Tiles of a weight with these LoRAs merged, in float32: the bits of `merged_weight`, which has all of it in memory."""
+    from sdflow.weights.half import add_to
 
-    products, width = [layer.rows(scale) for layer, scale in layers], layers[0][0].down.shape[1]
-    begin = 0
-    for block in blocks:
-        end = begin + block.size
-        first, last = begin // width, -(-end // width)
-        total = products[0](first, last)
-        for rows in products[1:]:
-            total += rows(first, last)
-        merged = total.reshape(-1)[begin - first * width : end - first * width]
-        add_to(merged, block if block.dtype == "float16" else widened(block))
-        yield merged
-        begin = end
+    products = [layer.tiles(scale) for layer, scale in layers]
+    for rows, columns, values in tiles:
+        merged = products[0](rows, columns)
+        for product in products[1:]:
+            merged += product(rows, columns)
+        add_to(merged, values)
+        yield rows, columns, merged
 
 
 def merged_weight(values: NDArray[Any], layers: Sequence[tuple[Layer, float]]) -> NDArray[Any]:

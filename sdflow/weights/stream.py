@@ -2,7 +2,8 @@
 
 The same pass hashes the file and sums its pages, and those of the source file if that is verified, so nothing is read
 twice. Meanwhile, written data is flushed to the disk. Each of these has a thread, since hashing, numpy and I/O release
-the GIL. Memory: pieces computed ahead (`AHEAD` bytes, or a few of the largest), and some blocks.
+the GIL. Memory: pieces computed ahead (`AHEAD` bytes, or a few of the largest), and some blocks. Large pieces are
+computed in memory of earlier ones: fresh memory costs the kernel as much as writing the file.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Bytes = NDArray[np.uint8]
 
 PAGE = 4096
 
@@ -27,16 +34,21 @@ BLOCK = 1 << 23
 AHEAD = 1 << 27
 FLUSHED = 1 << 27
 """Number of bytes written before a flush to disk."""
+REUSED = 1 << 20
+"""Size of a piece from which its memory is used again."""
 
 _QUEUED = 4
 
 
 @dataclass(frozen=True)
 class Piece:
-    """`length` bytes: the result of `compute` (a contiguous array or bytes), or the base's bytes if None."""
+    """`length` bytes: the result of `compute` (a contiguous array or bytes), or the base's bytes if None.
+
+    compute: called with that many bytes of memory, which it may return as its result.
+    """
 
     length: int
-    compute: Callable[[], Any] | None
+    compute: Callable[[Bytes], Any] | None
 
 
 @dataclass(frozen=True)
@@ -89,7 +101,9 @@ def write_pieces(
                 if piece.compute is None:
                     put(block)
             if piece.compute is not None:
-                put(_bytes(next(values)))
+                memory, result = next(values)
+                put(_bytes(result))
+                memory.free_after(written.last())
         return Digests(
             written.hexdigest(),
             sums.hexdigest(),
@@ -133,6 +147,10 @@ class _Hash:
         while len(self._waiting) > _QUEUED:
             self._waiting.popleft().result()
 
+    def last(self) -> Future[None]:
+        """The end of what was handed over so far."""
+        return self._waiting[-1]
+
     def hexdigest(self) -> str:
         while self._waiting:
             self._waiting.popleft().result()
@@ -145,19 +163,54 @@ def _hashing() -> Iterator[_Hash]:
         yield _Hash(thread)
 
 
+@dataclass(eq=False)
+class _Memory:
+    """Memory of a piece. Free once the piece was written and hashed."""
+
+    whole: Bytes
+    hashed: Future[None] | None = None
+
+    def free_after(self, hashed: Future[None]) -> None:
+        self.hashed = hashed
+
+    def is_free(self) -> bool:
+        return self.hashed is not None and self.hashed.done()
+
+
+def _memory(length: int, used: list[_Memory]) -> _Memory:
+    """Return memory for a piece: that of a piece of about its size if one is free. Large free ones are given up."""
+    import numpy as np
+
+    if length < REUSED:
+        return _Memory(np.empty(length, np.uint8))
+    free = sorted((each for each in used if each.is_free()), key=lambda each: each.whole.size)
+    found = next((each for each in free if length <= each.whole.size <= 2 * length), None)
+    kept = 0
+    for each in free:
+        kept += each.whole.size
+        if each is found or kept > AHEAD:
+            used.remove(each)
+    memory = _Memory(found.whole if found else np.empty(length, np.uint8))
+    used.append(memory)
+    return memory
+
+
 @contextmanager
-def _computed_ahead(pieces: Sequence[Piece]) -> Iterator[Iterator[Any]]:
+def _computed_ahead(pieces: Sequence[Piece]) -> Iterator[Iterator[tuple[_Memory, Any]]]:
     """Return an iterator over the computed pieces, in order, some computed ahead."""
     pool = ThreadPoolExecutor(THREADS)
-    waiting: deque[tuple[int, Future[Any]]] = deque()
+    waiting: deque[tuple[int, _Memory, Future[Any]]] = deque()
+    used: list[_Memory] = []
 
-    def values() -> Iterator[Any]:
+    def values() -> Iterator[tuple[_Memory, Any]]:
         left = deque((piece.length, piece.compute) for piece in pieces if piece.compute is not None)
         while left or waiting:
-            while left and (len(waiting) <= THREADS or sum(length for length, _ in waiting) < AHEAD):
+            while left and (len(waiting) <= THREADS or sum(length for length, *_ in waiting) < AHEAD):
                 length, compute = left.popleft()
-                waiting.append((length, pool.submit(compute)))
-            yield waiting.popleft()[1].result()
+                memory = _memory(length, used)
+                waiting.append((length, memory, pool.submit(compute, memory.whole[:length])))
+            _, memory, result = waiting.popleft()
+            yield memory, result.result()
 
     try:
         yield values()

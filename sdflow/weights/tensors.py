@@ -27,8 +27,6 @@ from sdflow.weights.half import widened
 Array = NDArray[Any]
 Shapes = Mapping[str, tuple[int, ...]]
 
-_BLOCK = 1 << 20  # values read at a time
-
 
 @dataclass(frozen=True)
 class Tensors:
@@ -87,9 +85,7 @@ def _mapped(part: Part, files: Sequence[tuple[Path, str]], prefix: str | None, p
         return values if aligned else values.copy()  # after a header of odd length, or for a transposed matrix
 
     def blocks(key: str) -> Iterator[Array]:
-        values = as_stored(key).reshape(-1)
-        for begin in range(0, values.size, _BLOCK):
-            yield values[begin : begin + _BLOCK]
+        yield as_stored(key).reshape(-1)  # read on access
 
     def read(key: str) -> Array:
         values = as_stored(key)

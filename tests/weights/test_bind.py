@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +251,21 @@ def test_a_base_whose_sums_are_known_is_held_to_them_and_not_hashed(
         data.write(bytes([last[0] ^ 128]))
     with pytest.raises(DamagedBase):
         again(base_sha256="0" * 64, base_sums=sums)
+
+
+def test_a_base_of_which_little_would_be_copied_is_not_read(
+    structure: Path, tmp_path: Path, content: Content, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verifying it would take longer than computing the rest."""
+    monkeypatch.setattr("sdflow.weights.bind.LEAST_COPIED", 1.01)
+    (base := tmp_path / "base").mkdir()
+    (out := tmp_path / "out").mkdir()
+    first = bind(BindRequest(SUBMODEL, structure, synthetic(SUBMODEL)), base)
+    told: list[tuple[str, str | None]] = []
+    request = BindRequest(SUBMODEL, structure, synthetic(SUBMODEL), base=base, summed=lambda *sums: told.append(sums))
+    assert bind(replace(request, base_sha256="0" * 64), out)["computed"] == first["computed"]
+    assert content(out) == content(base)
+    assert told[0][1] is None
+    shutil.rmtree(out)
+    out.mkdir()
+    assert bind(request, out)["computed"] < first["computed"], "unless nothing needs to be verified"

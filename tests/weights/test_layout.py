@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sdflow.weights.layout import TILE, contiguous, joined
+from sdflow.weights.layout import TILE, contiguous, copy_into
 
 SIZES = [st.integers(0, 2 * side + 3) for side in TILE]
 
@@ -33,25 +31,9 @@ def test_what_is_contiguous_is_not_copied() -> None:
     assert contiguous(values) is values
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("types", [("f4", "f4"), ("f2", "f4")])
-@pytest.mark.parametrize("turned", [(True, True), (True, False)])
-def test_parts_are_joined_as_numpy_joins_them(axis: int, types: tuple[str, str], turned: tuple[bool, bool]) -> None:
-    parts: list[Any] = [np.arange(140 * 140, dtype=kind).reshape(140, 140) for kind in types]
-    parts = [part.T if turn else part for part, turn in zip(parts, turned, strict=True)]
-    parts[1] = parts[1][:, :90] if axis else parts[1][:90]
-    found, expected = joined(parts, axis), np.concatenate(parts, axis)
-    assert found.dtype == expected.dtype and np.array_equal(found, expected)
-
-
-def test_vectors_and_kernels_are_joined_too() -> None:
-    vectors = [np.arange(40, dtype=np.float16)[::2], np.arange(3, dtype=np.float16)]
-    assert np.array_equal(joined(vectors, 0), np.concatenate(vectors))
-    kernels = [np.arange(5 * 4 * 3 * 3, dtype=np.float32).reshape(5, 4, 3, 3).transpose(0, 2, 3, 1)] * 2
-    assert np.array_equal(joined(kernels, 3), np.concatenate(kernels, 3))
-
-
-def test_parts_that_do_not_fit_are_refused() -> None:
-    turned = np.zeros((4, 3)).T
-    with pytest.raises(ValueError, match="axis 0"):
-        joined([turned, np.zeros((3, 1))], 0)
+@given(rows=SIZES[0], columns=SIZES[1])
+def test_into_a_transposed_matrix_too(rows: int, columns: int) -> None:
+    values = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
+    target = np.empty((columns, rows), np.float32).T
+    copy_into(target, values)
+    assert np.array_equal(target, values)

@@ -7,6 +7,7 @@ import pytest
 
 from sdflow.sources.loras import products
 from sdflow.sources.loras.layers import LoraLayer, lora_delta
+from sdflow.weights import layout
 from sdflow.weights.half import numpy_type
 from sdflow.weights.lora import Loras, Merged
 from sdflow.weights.tensors import Tensors
@@ -48,8 +49,10 @@ def test_the_short_way_for_float16_gives_the_bits_of_the_long_one(monkeypatch: p
 
 
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
-def test_blocks_of_a_merged_weight_have_the_bits_of_the_whole(stored: str) -> None:
-    """Whatever their size: also where a block ends within a row."""
+def test_tiles_of_a_merged_weight_have_the_bits_of_the_whole(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their size: also where a block of the file ends within a row."""
+    monkeypatch.setattr(layout, "VALUES", 200)
+    monkeypatch.setattr(layout, "COLUMNS", 9)
     random = np.random.default_rng(0)
     for shape in ((37, 53), (70, 8, 3, 3), (2, 900)):
         values = random.standard_normal(shape).astype(np.float32).astype(numpy_type(stored))
@@ -62,8 +65,12 @@ def test_blocks_of_a_merged_weight_have_the_bits_of_the_whole(stored: str) -> No
             cut = [flat[begin : begin + size] for begin in range(0, flat.size, size)]
             whole = values if stored == "float16" else values.astype(np.float32)
             tensors = Tensors(lambda key, whole=whole: whole, lambda key, cut=cut: iter(cut), lambda key: "")
-            for count in (1, 2):
+            for count, transposed in ((1, False), (1, True), (2, True)):
                 merged = Merged(tensors, Loras(loras[:count]))
-                found = np.concatenate([*merged.blocks("k")])
-                assert len([*merged.blocks("k")]) == len(cut)
-                np.testing.assert_array_equal(found.view(np.uint32), merged.read("k").reshape(-1).view(np.uint32))
+                found = np.full((shape[0], values[0].size), np.nan, np.float32)
+                for rows, columns, tile in merged.tiles("k", found.shape[1], transposed):
+                    assert np.isnan(found[rows, columns]).all(), "each value comes once"
+                    found[rows, columns] = tile
+                np.testing.assert_array_equal(
+                    found.view(np.uint32), merged.read("k").reshape(found.shape).view(np.uint32)
+                )

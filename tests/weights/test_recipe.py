@@ -9,6 +9,7 @@ import pytest
 import torch
 from ml_dtypes import bfloat16
 
+from sdflow.weights import layout
 from sdflow.weights.evaluate import evaluate
 from sdflow.weights.half import AtLimit, to_float16
 from sdflow.weights.recipe import (
@@ -34,11 +35,22 @@ PARAM = Param("w", (6, 4))
 ZEROS = Constant(np.zeros((6, 4), np.float32).tobytes(), (6, 4), "float32")
 HALF = Float16(5.96e-08, 65504.0, PARAM)
 BRAIN = torch.from_numpy(np.concatenate([W, np.zeros_like(W)])).bfloat16().view(torch.uint16).numpy().view(bfloat16)
+HALVES = to_float16(np.concatenate([W.reshape(4, 6), W.T]))
 CASES: list[tuple[Recipe, Any]] = [
     (PARAM, W),
     (Transpose((1, 0), PARAM), W.T),
     (Reshape((3, 8), Transpose((1, 0), PARAM)), W.T.reshape(3, 8)),
     (Join(1, (PARAM, ZEROS, PARAM)), np.concatenate([W, np.zeros_like(W), W], 1)),
+    (Bfloat16(Join(1, (Transpose((1, 0), PARAM), Transpose((1, 0), ZEROS)))), BRAIN.T),
+    (Float16(5.96e-08, 65504.0, Join(0, (Reshape((4, 6), PARAM), Transpose((1, 0), PARAM)))), HALVES),
+    (
+        Float16(5.96e-08, 65504.0, Transpose((2, 0, 1), Param("w", (6, 2, 2)))),
+        to_float16(W).reshape(6, 2, 2).transpose(2, 0, 1),
+    ),
+    (
+        Float16(5.96e-08, 65504.0, Join(0, (Param("w", (24,)), Param("w", (24,))))),
+        to_float16(np.tile(W.reshape(-1), 2)),
+    ),
     (Float16(5.96e-08, 65504.0, Transpose((1, 0), PARAM)), to_float16(W.T)),
     (Float16(1e-3, 1.0, Join(0, (PARAM, ZEROS))), to_float16(np.concatenate([W, np.zeros_like(W)]), 1e-3, 1.0)),
     (Transpose((1, 0), Float16(5.96e-08, 65504.0, PARAM)), to_float16(W).T),
@@ -60,7 +72,8 @@ CASES: list[tuple[Recipe, Any]] = [
 
 @pytest.mark.parametrize(("recipe", "expected"), CASES)
 def test_a_recipe_gives_what_numpy_gives(recipe: Recipe, expected: np.ndarray) -> None:
-    values = evaluate(recipe, {"w": W}.__getitem__)
+    shape = next(params(recipe)).shape
+    values = evaluate(recipe, lambda key: W.reshape(shape))
     assert (values.dtype, values.shape) == (expected.dtype, expected.shape) == (np.dtype(recipe.dtype), recipe.shape)
     np.testing.assert_array_equal(values, expected)
 
@@ -68,27 +81,28 @@ def test_a_recipe_gives_what_numpy_gives(recipe: Recipe, expected: np.ndarray) -
 @pytest.mark.parametrize("stored", [np.float32, np.float16, bfloat16])
 @pytest.mark.parametrize("size", [1, 5, 24])
 @pytest.mark.parametrize(("recipe", "_"), CASES)
-def test_a_parameter_read_in_blocks_gives_the_same_bits(recipe: Recipe, _: np.ndarray, stored: Any, size: int) -> None:
+def test_a_parameter_read_in_tiles_gives_the_same_bits(
+    recipe: Recipe, _: np.ndarray, stored: Any, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "VALUES", 6)
+    monkeypatch.setattr(layout, "COLUMNS", 3)
+    shape = next(params(recipe)).shape
     with np.errstate(over="ignore", invalid="ignore"):
         values = W.astype(stored)
         values[2, 1], values[3, 3] = np.inf, 1e30  # beyond float16
-        flat, whole, by_block = values.reshape(-1), AtLimit(), AtLimit()
-        expected = evaluate(recipe, lambda key: values.astype(np.float32), whole)
-        found = evaluate(
-            recipe,
-            lambda key: values.astype(np.float32),
-            by_block,
-            lambda key: (flat[begin : begin + size] for begin in range(0, flat.size, size)),
-        )
+        blocks = [values.reshape(-1)[begin : begin + size] for begin in range(0, values.size, size)]
+        exact, whole, by_tile = values.astype(np.float32).reshape(shape), AtLimit(), AtLimit()
+        expected = evaluate(recipe, lambda key: exact, whole)
+        found = evaluate(recipe, lambda key: exact, by_tile, lambda key, *how: layout.tiles(blocks, *how))
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
     assert np.ascontiguousarray(found).tobytes() == np.ascontiguousarray(expected).tobytes()
-    assert by_block == whole
+    assert by_tile == whole
 
 
 @pytest.mark.parametrize("size", [23, 25])
-def test_blocks_of_another_length_are_refused(size: int) -> None:
+def test_tiles_of_another_length_are_refused(size: int) -> None:
     with pytest.raises(ValueError, match=f"w has {size} values; the shape"):
-        evaluate(HALF, lambda key: W, None, lambda key: iter((np.zeros(size, np.float32),)))
+        evaluate(HALF, lambda key: W, None, lambda key, *how: layout.tiles((np.zeros(size, np.float32),), *how))
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe, _ in CASES])

@@ -6,8 +6,9 @@ import hashlib
 import os
 import struct
 import time
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -48,7 +49,9 @@ def test_computed_and_copied_pieces_come_in_order_whichever_is_ready_first(
             expected += base[position : position + length]
         else:
             values = np.full(length, index, np.uint8)
-            pieces.append(Piece(length, lambda values=values, index=index: time.sleep((7 - index) / 100) or values))
+            pieces.append(
+                Piece(length, lambda memory, values=values, index=index: time.sleep((7 - index) / 100) or values)
+            )
             expected += values.tobytes()
         position += length
     assert position == len(base)
@@ -68,9 +71,29 @@ def test_computed_and_copied_pieces_come_in_order_whichever_is_ready_first(
 
 
 def test_a_piece_that_cannot_be_computed_ends_it(tmp_path: Path) -> None:
-    def fail() -> bytes:
+    def fail(memory: Any) -> bytes:
         raise ValueError("no such weight")
 
-    pieces = [Piece(4000, lambda: bytes(4000)), Piece(1, fail), *[Piece(4000, lambda: bytes(4000))] * 50]
+    pieces = [Piece(4000, lambda memory: bytes(4000)), Piece(1, fail), *[Piece(4000, lambda memory: bytes(4000))] * 50]
     with pytest.raises(ValueError, match="no such weight"):
         write_pieces(tmp_path / "out", pieces, None, of_base=None, progress=lambda done, total: None)
+
+
+def test_memory_is_used_again_once_it_was_written_and_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "REUSED", 1000)
+    monkeypatch.setattr(stream, "AHEAD", 20_000)
+    lengths = [(1500, 2400, 900, 1600, 6000)[index % 5] for index in range(200)]
+    held: list[Any] = []
+
+    def compute(memory: Any, index: int) -> Any:
+        held.append(memory)  # keeps what is given up from being allocated again
+        memory.fill(index % 251)
+        return memory
+
+    pieces = [Piece(length, partial(compute, index=index)) for index, length in enumerate(lengths)]
+    digests = write_pieces(tmp_path / "out", pieces, None, of_base=None, progress=lambda done, total: None)
+    expected = b"".join(bytes([index % 251]) * length for index, length in enumerate(lengths))
+    assert (tmp_path / "out").read_bytes() == expected
+    assert (digests.written, digests.sums) == (sha256(expected), sums(expected))
+    large = [each for each in held if len(each) >= 1000]
+    assert len({each.ctypes.data for each in large}) < len(large) / 2

@@ -11,14 +11,13 @@ norms of the merged weight: `sdflow/weights/lora.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sdflow.models.base import Original
 from sdflow.sources.loras.lora_names import rows_of
-from sdflow.sources.loras.products import product, rows_of_product
+from sdflow.sources.loras.products import Tiles, product, tiles_of_product
 from sdflow.sources.safetensors_file import TensorEntry, float_values
 
 if TYPE_CHECKING:
@@ -60,11 +59,11 @@ class LoraLayer:
 
         return product(self.up, self.down, np.float32(scale * self.scale))
 
-    def rows(self, scale: float) -> Callable[[int, int], Floats]:
-        """A function that gives rows of `product`, from one to another."""
+    def tiles(self, scale: float) -> Tiles:
+        """A function that gives parts of `product`."""
         import numpy as np
 
-        return rows_of_product(self.up, self.down, np.float32(scale * self.scale))
+        return tiles_of_product(self.up, self.down, np.float32(scale * self.scale))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
@@ -15,17 +15,20 @@ MOST_WITH_LOW_PARTS = 0.5
 """Share of rows and columns with low parts from which one product of everything is cheaper."""
 
 
-_BLOCK = 1 << 16
+_BLOCK = 1 << 15
 """Values of a product per block, which stay in the processor's cache."""
+
+Tiles = Callable[[slice, slice], "Floats"]
+"""From rows and columns, with their ends, to these values of a product, in memory that the next call uses again."""
 
 
 def product(up: Floats, down: Floats, scale: np.float32 | float = 1.0) -> Floats:
     """up @ down, times the scale, bit-identical on every machine, although float32 sums depend on a processor's order."""
-    return rows_of_product(up, down, scale)(0, len(up))
+    return tiles_of_product(up, down, scale)(slice(0, len(up)), slice(0, down.shape[1]))
 
 
-def rows_of_product(up: Floats, down: Floats, scale: np.float32 | float = 1.0) -> Callable[[int, int], Floats]:
-    """Return a function from the first and the last row (exclusive) to these rows of `product`, bit-identical to it.
+def tiles_of_product(up: Floats, down: Floats, scale: np.float32 | float = 1.0) -> Tiles:
+    """Return a function to parts of `product`, bit-identical to it.
 
     Each factor is split into two integers, short enough that products and their sums are exact in float64 in any order
     (Ozaki et al. 2012, https://doi.org/10.1007/s11075-011-9478-1). The omitted part is 2**-44 of the largest.
@@ -41,30 +44,38 @@ def rows_of_product(up: Floats, down: Floats, scale: np.float32 | float = 1.0) -
     # float16's few bits are in the high parts, except for the smallest values: few rows and columns have low parts.
     rows, columns = np.flatnonzero(low_up.any(axis=1)), np.flatnonzero(low_down.any(axis=0))
     all_low = len(rows) / max(1, len(low_up)) + len(columns) / max(1, low_down.shape[1]) > MOST_WITH_LOW_PARTS
-    right_columns = right[:, columns]
-    width = down.shape[1]
-    step = max(1, _BLOCK // max(1, width))
+    kept: dict[type, NDArray[Any]] = {}
 
-    def some(first: int, last: int) -> Floats:
-        found = np.empty((last - first, width), np.float32)
-        total = np.empty((min(step, len(found)), width))
-        for begin in range(first, last, step):
+    def scratch(kind: type, height: int, width: int) -> NDArray[Any]:
+        if kind not in kept or kept[kind].size < height * width:
+            kept[kind] = np.empty(height * width, kind)
+        return kept[kind][: height * width].reshape(height, width)
+
+    def tile(some_rows: slice, some_columns: slice) -> Floats:
+        first, last, left_end, right_end = some_rows.start, some_rows.stop, some_columns.start, some_columns.stop
+        height, width = last - first, right_end - left_end
+        step = min(height, max(1, _BLOCK // max(1, width)))
+        found = scratch(np.float32, height, width)
+        total = scratch(np.float64, step, width)
+        above, below = high_down[:, some_columns], right[:, some_columns]
+        low_columns = columns[slice(*np.searchsorted(columns, (left_end, right_end)))] - left_end
+        for begin in range(first, last, max(1, step)):
             end = min(begin + step, last)
-            sums = np.matmul(high_up[begin:end], high_down, out=total[: end - begin])
+            sums = np.matmul(high_up[begin:end], above, out=total[: end - begin])
             if all_low:
-                sums += left[begin:end] @ right
+                sums += left[begin:end] @ below
             else:
                 low = rows[slice(*np.searchsorted(rows, (begin, end)))]
-                whole_rows = sums[low - begin] + left[low] @ right if low.size else None
-                if columns.size:
-                    sums[:, columns] += left[begin:end] @ right_columns
+                whole_rows = sums[low - begin] + left[low] @ below if low.size else None
+                if low_columns.size:
+                    sums[:, low_columns] += left[begin:end] @ below[:, low_columns]
                 if whole_rows is not None:
                     sums[low - begin] = whole_rows
             found[begin - first : end - first] = sums
-            found[begin - first : end - first] *= scale
+        found *= scale
         return found
 
-    return some
+    return tile
 
 
 def _cut(factor: Floats, bits: int) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
