@@ -54,7 +54,6 @@ def generate(
         _on_a_page(context, pipeline)
         return
     quiet_libraries()
-    from sdflow.machine.diffusers_alone import import_diffusers_alone
     from sdflow.manifest import read_manifest
     from sdflow.report.generate import print_generate
     from sdflow.runtime.generate import generate as draw
@@ -65,7 +64,6 @@ def generate(
     if settings_from is not None:
         wanted, values, notes = with_settings_of(settings_from, context, OPTIONS, values, wanted)
     request = GenerateRequest(pipeline, wanted, **settings_of(values.items()))
-    import_diffusers_alone()
     with errors_name_options(OPTIONS), image_progress() as progress:
         result = draw(request, progress)
     if notes:

@@ -16,7 +16,7 @@ def import_diffusers_alone() -> None:
     """
     if "diffusers" in sys.modules or COMPILER in sys.modules:
         return
-    import torch  # noqa: F401  # its own modules may import the compiler
+    import torch  # noqa: F401  # whole, before its compiler cannot be imported
 
     modules: dict[str, Any] = sys.modules
     if COMPILER in modules:
