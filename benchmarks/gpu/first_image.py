@@ -43,8 +43,10 @@ def child(options: argparse.Namespace) -> None:
 
     import torch  # before ONNX Runtime
 
+    from sdflow.machine.diffusers_alone import import_diffusers_alone
     from sdflow.runtime.pipeline import Pipeline
 
+    import_diffusers_alone()  # as `sdflow generate` does
     note("imported")
     profile = cProfile.Profile()
     if options.profile:

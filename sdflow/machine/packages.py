@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 
@@ -138,11 +139,19 @@ def plugin_packages() -> dict[str, str]:
 _PLUGINS = re.compile(r"onnxruntime-(ep-|qnn$)")
 
 
-def _named_onnxruntime() -> Iterator[tuple[str, str]]:
-    for distribution in metadata.distributions():
+def _named_onnxruntime() -> tuple[tuple[str, str], ...]:
+    return _named_onnxruntime_in(tuple(sys.path))
+
+
+@cache
+def _named_onnxruntime_in(folders: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """Cached, because it reads the metadata of every installed distribution."""
+    found = []
+    for distribution in metadata.distributions(path=list(folders)):
         name = str(distribution.metadata["Name"]).lower().replace("_", "-")
         if (name == "onnxruntime" or name.startswith("onnxruntime-")) and "extensions" not in name:
-            yield name, distribution.version
+            found.append((name, distribution.version))
+    return tuple(found)
 
 
 def versions() -> dict[str, str]:

@@ -12,6 +12,7 @@ from sdflow.digest import digest_file
 from sdflow.errors import os_errors_as
 from sdflow.families.shared.approximation import Approximation
 from sdflow.families.shared.few_steps import spelled
+from sdflow.machine.diffusers_alone import import_diffusers_alone
 from sdflow.machine.packages import versions
 from sdflow.manifest import MANIFEST_FILE, Manifest, read_manifest
 from sdflow.prompts.limits import require_texts, truncations
@@ -116,6 +117,7 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     begun = time.perf_counter()
     if request.check:
         require_sound_folders(request, built)
+    import_diffusers_alone()  # this process compiles nothing
     pipeline = _load(request, target, recorded.tuning, words)
     loaded = time.perf_counter()
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from started_python import Command
+from started_python import ROOT, Command
 
 from sdflow.errors import UsageError
 from sdflow.runtime.draw_request import GenerateRequest
@@ -69,6 +72,40 @@ def test_images_are_files_that_tell_how_to_draw_them_again(
     before, after = (np.asarray(Image.open(path), int) for path in (tmp_path / "images/003-9.png", again))
     assert before.std() > 10
     assert np.abs(before - after).max() <= 1
+
+
+def test_a_process_that_draws_imports_no_compiler(pipeline_folder: Path, tmp_path: Path) -> None:
+    """torch.compile's modules take longer to import than diffusers. Only the safety checker's image processor needs them, and
+    accelerate: both come with transformers' models. Afterwards, torch.compile still works."""
+    arguments = ["generate", str(pipeline_folder), "--prompt", "a horse", "--no-safety-checker", "--steps", "1",
+                 "--height", "64", "--width", "64", "--threads", "1"]  # fmt: skip
+    code = f"""
+import sys, sdflow.cli
+sys.argv = ["sdflow", *{arguments!r}]
+try:
+    sdflow.cli.main()
+except SystemExit as end:
+    assert not end.code
+print("imported", *sys.modules)
+import torch
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.rpartition("imported ")[2].split())
+    assert {"diffusers", "onnxruntime", "torch"} <= loaded
+    unneeded = {
+        "torch._dynamo",
+        "torch._inductor",
+        "sympy",
+        "transformers.modeling_utils",
+        "accelerate",
+        "peft",
+        "pandas",
+    }
+    assert not unneeded & loaded
+    assert len([*(tmp_path / "images").iterdir()]) == 1
 
 
 def test_the_file_tells_the_image_and_the_mask_and_every_step_is_told(pipeline_folder: Path, tmp_path: Path) -> None:

@@ -219,12 +219,15 @@ class LoadedPipeline:
                 folder, [family.denoiser], target, keep, device_memory, other_weights, where, changing
             )
             second = loaded(family.denoiser, 1, theirs)
-        with ThreadPoolExecutor(max_workers=len(names)) as pool:
+        with ThreadPoolExecutor(max_workers=len(names) + 1) as pool:
+            # Most of this is importing diffusers and transformers; meanwhile ONNX Runtime creates sessions.
+            beginning = pool.submit(load_companions, folder, names)
             submodels = dict(zip(names, pool.map(load, names), strict=True))
+            companions = beginning.result()
         pipeline = cls(
             family,
             submodels,
-            load_companions(folder),
+            companions,
             read_options(folder),
             defaults=folder_defaults(folder),
             low_memory=low_memory,

@@ -297,12 +297,12 @@ def _built_for(folder: Path) -> str | None:
     return None
 
 
-def load_companions(folder: Path) -> dict[str, Any]:
+def load_companions(folder: Path, submodels: Container[str] | None = None) -> dict[str, Any]:
     """Load a folder's tokenizers, scheduler and feature extractor (if any), by name.
 
-    Raises UsageError if one is missing or damaged.
+    submodels: load what these need; None: all. Raises UsageError if one is missing or damaged.
     """
-    family, there = folder_family(folder), onnx_submodels(folder)
+    family, there = folder_family(folder), onnx_submodels(folder) if submodels is None else submodels
     loaded = {}
     for name, companion in family.companions.items():
         if not companion.wanted(there):

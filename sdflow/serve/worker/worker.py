@@ -75,11 +75,13 @@ def work(connection: Connection, options: WorkerOptions, output: Connection | No
 def _draw(connection: Connection, options: WorkerOptions, tell: Tell, pulses: Pulses) -> None:
     import torch
 
+    from sdflow.machine.diffusers_alone import import_diffusers_alone
     from sdflow.serve.engine.loading import load_lanes, patience_of, with_room
     from sdflow.serve.worker.stock import Stock
 
     # torch does little work here, and its threads, which every lane would start, spin on ONNX Runtime's cores.
     torch.set_num_threads(1)
+    import_diffusers_alone()  # this process compiles nothing
     loaded = load_lanes(with_room(options))
     stock = Stock(options, loaded, tell)
     about = stock.load_others()
