@@ -103,7 +103,7 @@ def written() -> Iterator[tuple[Path, str]]:
             claim.claim,
             f"`{claim.command}`",
             claim.goal,
-            *(("not measured", "", "") if last is None else (_judged(last[2]), last[2].date, f"{last[0]}, {last[1]}")),
+            *(("not measured", "", "") if last is None else (_judged(last[2]), last[2].date[:10], f"{last[0]}, {last[1]}")),
         )
         for claim, last in measured
     ]
@@ -141,7 +141,7 @@ def written() -> Iterator[tuple[Path, str]]:
                     "",
                     f"## {table.title}",
                     "",
-                    f"{table.date}, {path.parent.name}, {at}. {table.conditions}".strip(),
+                    f"{table.date[:10]}, {path.parent.name}, {at}. {table.conditions}".strip(),
                 ]
                 lines += ["", f"    {table.command}"] if table.command else []
                 lines += ["", *_rows(table.columns, table.rows)]
@@ -187,8 +187,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.record:
         try:
-            today = datetime.now(UTC).date().isoformat()
-            print(record(Figure(options.record[0], today, options.record[1], options.met), options.machine))
+            now = datetime.now(UTC).isoformat(timespec="minutes")  # of two figures of a day, the later one counts
+            print(record(Figure(options.record[0], now, options.record[1], options.met), options.machine))
         except ValueError as error:
             parser.error(str(error))
     stale = [(path, text) for path, text in written() if not path.exists() or path.read_text(encoding="utf-8") != text]

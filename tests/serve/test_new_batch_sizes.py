@@ -103,12 +103,3 @@ def test_on_a_server_that_is_never_idle_images_that_lack_a_batch_long_enough_get
     served.stock._lanes[0].paces["tiny"].measured({1: 1.0, 2: 1.1})
     served.draw(OTHER, images=4, steps=5)
     assert served.batches() == {1, 2}
-
-
-def test_on_a_server_that_is_never_idle_sizes_are_measured_again_after_a_while(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lanes, "BUSY_SECONDS", 0.5)
-    monkeypatch.setattr(served.stock._lanes[0].paces["tiny"], "_between", 4)
-    served.draw(OWN, images=20, steps=20)
-    assert served.sessions > 0, "measured while images waited"

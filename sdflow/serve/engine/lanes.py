@@ -30,10 +30,7 @@ REST_SECONDS = 10.0
 """Delay after the last large image before its memory is released."""
 
 IDLE_SECONDS = 5.0
-"""Delay after the last image before the lane does what would hold images up."""
-
-BUSY_SECONDS = 600.0
-"""How long a lane that is never idle postpones it. A measurement takes seconds, a wrong one costs throughput."""
+"""Delay after the last image before the lane does work that would delay images."""
 
 Tell = Callable[[Message], None]
 
@@ -66,7 +63,7 @@ class Lanes:
         idle: Callable[[Callable[[], bool]], bool] = lambda busy: True,
     ) -> None:
         """Add an engine. rest: releases what only large images need; called in its thread if none came for a while.
-        idle: does what would hold images up, once there are none; takes whether to stop, and returns whether it is
+        idle: does work that would delay images, once there are none; takes whether to stop, and returns whether it is
         done."""
         self._lanes.append(_Lane(make(self.waiting, self._pass_on), rest, idle))
 
@@ -118,7 +115,6 @@ class Lanes:
     def _run(self, lane: _Lane) -> None:
         changed, engine, stuck, idle = self.waiting.changed, lane.engine, False, False
         large: float | None = None
-        rested = time.monotonic()
         while True:
             with changed:
                 if stuck:
@@ -128,11 +124,8 @@ class Lanes:
                 if self._ended:
                     return
                 chores, lane.chores = lane.chores, []
-            if not wanted and not self._busy():
-                idle, rested = lane.idle(self._busy), time.monotonic()
-            elif time.monotonic() > rested + BUSY_SECONDS:
-                lane.idle(lambda: self._ended)
-                rested = time.monotonic()
+            if not wanted and large is None and not self._busy():
+                idle = lane.idle(self._busy)
             for chore in chores:
                 chore()
             idle = idle and not engine.busy

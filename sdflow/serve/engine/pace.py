@@ -1,8 +1,7 @@
 """Duration of a denoiser run by batch size, measured at startup and updated by the runs of requests.
 
 A busy machine distorts single measurements. The last runs of each size therefore count, and if images had to wait, all
-sizes are measured again once the server is idle, or after ten minutes in which it never was: larger sizes need new
-sessions, which take seconds to create.
+sizes are measured again once the server is idle: larger sizes need new sessions, which take seconds to create.
 """
 
 from __future__ import annotations

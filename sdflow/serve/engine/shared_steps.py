@@ -153,16 +153,16 @@ class SharedSteps:
         none is lacking."""
         import torch
 
-        while self._lacked and not busy():
+        while self._lacked and self._tables and not busy():
             (size, halves), _ = self._lacked.popitem()
             try:
                 with torch.no_grad():
                     self.run(self._blank_steps(size, halves, self._tables[-1][1]), size)
-            except NO_MEMORY as error:
+            except Exception as error:  # noqa: BLE001  (of the cut, the provider or torch: these images run alone)
                 log_line("batch_failed", images=size, kind=type(error).__name__, message=str(error))
                 self._forms.pop((size, halves), None)
                 self._impossible.add((size, halves))
-        return not self._lacked
+        return not (self._lacked and self._tables)
 
     def _cut(self, batch: int, *, guidance: bool) -> Parts:
         sizes = {**self.sizes, "batch": batch}

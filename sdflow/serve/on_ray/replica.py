@@ -94,7 +94,7 @@ class Replica:
                 ended = isinstance(message, Drawn | Failed | Lost)
                 yield replace(message, replica=self._name) if isinstance(message, Drawn) else message
         finally:
-            del self._requests[job.request]
+            self._requests.pop(job.request, None)
             self._progress.ended(job.request)
             if not ended:
                 self._line.send(Cancel(job.request))
@@ -119,7 +119,9 @@ class Replica:
             if (report := self._progress.turned(message, bool(self._requests))) is not None:
                 next(iter(self._requests.values())).put_nowait(report)  # only one: the front adds them up
         elif isinstance(message, OfImage) and message.request in self._requests and self._progress.due(message):
-            self._requests[message.request].put_nowait(message)
+            last = isinstance(message, Drawn | Failed)  # its reader ends: no report may follow
+            queue = self._requests.pop(message.request) if last else self._requests[message.request]
+            queue.put_nowait(message)
 
 
 def spelled(lost: Lost) -> str:

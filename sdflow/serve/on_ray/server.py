@@ -90,7 +90,14 @@ def _make_room(serve: Any, spread: Spread) -> None:
             where="--on",
             remedy="End it where it was started, or let this one take its place: --take-over.",
         )
-    serve.delete(NAME)  # finishes current requests first
+    _delete(serve)
+
+
+def _delete(serve: Any) -> None:
+    """Delete the application and wait until it has finished current requests, for as long as its replicas may take."""
+    serve.delete(NAME, _blocking=False)  # blocking, Ray Serve gives up after 60 s
+    while (found := _applications(serve).get(NAME)) is not None and found.status == "DELETING":
+        time.sleep(LOOK_SECONDS)
 
 
 def _applications(serve: Any) -> Any:
@@ -221,7 +228,7 @@ def _take_down(serve: Any, ours: float | None) -> bool:
     with suppress(RayError, RuntimeError, TimeoutError, UsageError):  # the cluster and the application are gone
         if ours is not None and _deployed(serve) != ours:
             return False
-        serve.delete(NAME)
+        _delete(serve)
         if not _applications(serve):
             serve.shutdown()
     return True

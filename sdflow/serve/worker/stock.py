@@ -259,17 +259,25 @@ class Stock:
         """Create the batch sizes that images lacked, and measure them again if images had to wait. Return whether it
         was done before there were new images."""
         with self._lock:
-            every = dict(lane.ready)
-        with self._measuring:  # lanes would slow each other down
-            for name, ready in every.items():
-                if self.loading or not ready.catch_up(busy):
+            every = [(name, ready, lane.paces[name]) for name, ready in lane.ready.items()]
+        if not self._measuring.acquire(blocking=False):  # lanes would slow each other down
+            return False
+
+        def stops() -> bool:
+            return self.loading or busy()
+
+        try:
+            for name, ready, pace in every:
+                if not ready.catch_up(stops):
                     return False
-                if lane.paces[name].due:
-                    seconds = measured_seconds(ready.base, busy=busy)
-                    if busy() or not seconds:
+                if pace.due:
+                    seconds = measured_seconds(ready.base, busy=stops)
+                    if stops() or not seconds:
                         return False
-                    lane.paces[name].measured(seconds)
+                    pace.measured(seconds)
                     log_line("measured", pipeline=name, batch_seconds=seconds)
+        finally:
+            self._measuring.release()
         return True
 
     def _add(self, order: Load) -> None:
