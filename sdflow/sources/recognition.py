@@ -235,11 +235,17 @@ def _what_instead(path: Path, shapes: Shapes) -> str:
     if kind == LORA:
         return "this is a LoRA or a related adapter: name it under `loras`"
     if kind == COMPONENT and not found.alone:
-        family = family_of_architecture(found.architectures[0])
-        return (
-            f"this is the {found.title} alone, of {family.title}: name its pipeline's folder or repository as `model`, and "
-            "this file under `components`"
+        families = dict.fromkeys(family_of_architecture(name) for name in found.architectures)
+        begins = tuple(
+            layout.prefix for each in families for layout in each.part(each.denoiser).layouts if layout.prefix
         )
+        denoiser = any(family.part(family.denoiser).component in found.components for family in families)
+        if denoiser or not any(name.startswith(begins) for name in shapes):  # else a checkpoint of an unknown denoiser
+            titles = " or ".join(dict.fromkeys(family.title for family in families))
+            return (
+                f"this is the {found.title} alone, of {titles}: name its pipeline's folder or repository as `model`, and "
+                "this file under `components`"
+            )
     if kind not in (CHECKPOINT, COMPONENT, UNKNOWN):
         return f"this is {'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
     shapes = {**shapes, **current_shapes(shapes)}

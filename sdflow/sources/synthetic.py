@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from math import prod, sqrt
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import CheckpointError
@@ -56,7 +57,7 @@ def open_synthetic(reference: str, architecture: str, seed: int, *, left_out: Co
     return Checkpoint(
         family=family,
         reference=reference,
-        provenance=synthetic_provenance(architecture, seed),
+        provenance=synthetic_provenance(architecture, seed, submodels),
         submodels=submodels,
         companions=companion_folders(architecture, family.companions, submodels),
         facts={
@@ -81,9 +82,17 @@ def require_model(reference: str, architecture: str) -> None:
         )
 
 
-def synthetic_provenance(architecture: str, seed: int) -> dict[str, Any]:
+def synthetic_provenance(
+    architecture: str, seed: int, submodels: Mapping[str, SubmodelCheckpoint] = MappingProxyType({})
+) -> dict[str, Any]:
     """JSON for the manifest."""
-    return {"kind": "synthetic", "architecture": architecture, "seed": seed, "generator": GENERATOR_VERSION}
+    versions = (each.identity["generator"] for each in submodels.values())
+    return {
+        "kind": "synthetic",
+        "architecture": architecture,
+        "seed": seed,
+        "generator": max(versions, default=GENERATOR_VERSION),
+    }
 
 
 def synthetic_submodel(model: Model, config: Mapping[str, Any], seed: int, family: str) -> SubmodelCheckpoint:

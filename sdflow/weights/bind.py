@@ -95,7 +95,7 @@ def bind(request: BindRequest, out: Path) -> Facts:
     from sdflow.weights.finite import FiniteWeights
     from sdflow.weights.half import AtLimit
     from sdflow.weights.lora import Merged, read_loras
-    from sdflow.weights.recipe import params
+    from sdflow.weights.recipe import Blockwise, Quantized, Scales, params
     from sdflow.weights.tensors import open_tensors
 
     parameters = read_parameters(request.structure)
@@ -113,7 +113,9 @@ def bind(request: BindRequest, out: Path) -> Facts:
         return job.recipe is None or touched.isdisjoint(param.key for param in params(job.recipe))
 
     verified = request.base_sha256 or request.base_sums
-    if verified and sum(job.length for job in jobs if job.length and untouched(job)) < LEAST_COPIED * size:
+    unchanged = [job for job in jobs if job.length and untouched(job)]
+    costly = any(isinstance(job.recipe, Quantized | Scales | Blockwise) for job in unchanged)
+    if verified and not costly and sum(job.length or 0 for job in unchanged) < LEAST_COPIED * size:
         request = replace(request, base=None, base_sha256=None, base_sums=None)
 
     def copied(job: _Job) -> bool:

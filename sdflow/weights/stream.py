@@ -2,8 +2,9 @@
 
 The same pass hashes the file and sums its pages, and those of the source file if that is verified, so nothing is read
 twice. Meanwhile, written data is flushed to the disk. Each of these has a thread, since hashing, numpy and I/O release
-the GIL. Memory: pieces computed ahead (`AHEAD` bytes, or a few of the largest), and some blocks. Large pieces are
-computed in memory of earlier ones: fresh memory costs the kernel as much as writing the file.
+the GIL. Memory: pieces computed ahead (`AHEAD` bytes, or a few of the largest), as much again that waits to be used
+again, and some blocks. Large pieces are computed in memory of earlier ones: fresh memory costs the kernel as much as writing the
+file.
 """
 
 from __future__ import annotations

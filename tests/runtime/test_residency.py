@@ -281,7 +281,7 @@ def test_memory_leaves_a_device_and_its_values_come_back_to_their_address() -> N
     values = torch.randint(0, 256, (300 * MB + 5,), dtype=torch.uint8)
     read = list[bool]()
 
-    def fill(memory: torch.Tensor) -> None:
+    def fill(memory: torch.Tensor, begin: int) -> None:
         read.append(True)
         memory.copy_(values)
 

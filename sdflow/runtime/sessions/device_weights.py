@@ -124,8 +124,13 @@ class DeviceWeights:
         sizes = [aligned(length) for _, _, length in found]
         size = sum(sizes)
 
-        def read(memory: torch.Tensor) -> None:
+        def read(memory: torch.Tensor, begin: int = 0) -> None:
+            """Read the values that do not end before `begin`."""
+            end = 0
             for (location, offset, length), slot in zip(found, memory.split(sizes), strict=True):
+                end += len(slot)
+                if end <= begin:
+                    continue
                 # Copy on write: torch requires writable memory.
                 data = np.memmap(self._model.parent / location, np.uint8, "c", offset, (length,))
                 slot[:length].copy_(torch.from_numpy(data))

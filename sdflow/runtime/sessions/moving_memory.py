@@ -18,10 +18,10 @@ HOST_SHARE = 0.5
 
 
 class MovingMemory:
-    """size: bytes. device: in torch's notation. read: writes all values, which never change, into a uint8 tensor of
-    that size on the device."""
+    """size: bytes. device: in torch's notation. read: writes the values, which never change, into a uint8 tensor of that
+    size on the device, from a byte on; earlier ones are there."""
 
-    def __init__(self, size: int, device: str, read: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, size: int, device: str, read: Callable[[torch.Tensor, int], None]) -> None:
         import torch
 
         self._host: torch.Tensor | None = None
@@ -44,6 +44,7 @@ class MovingMemory:
         """Load missing values onto the device; queued on torch's current stream if they are in page-locked memory."""
         import torch
 
+        begin = self._range.filled
         try:
             while self.missing:
                 at = self._range.filled
@@ -51,7 +52,7 @@ class MovingMemory:
                 if self._host is not None:  # copied while memory for the next piece is mapped
                     self.bytes()[piece].copy_(self._host[piece], non_blocking=True)
             if self._host is None:
-                self._read(self.bytes())
+                self._read(self.bytes(), begin)
         except BaseException:  # do not treat partial content as the values
             torch.cuda.synchronize(self._device)
             self._range.empty()

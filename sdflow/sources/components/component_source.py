@@ -124,10 +124,8 @@ class Source:
                 remedy=f"Name an architecture of a {self.component} alone.",
             )
         config = architecture_config(parsed.architecture, self.component)
-        return Found(
-            {part.name: self.synthetic_part(part, config, parsed.seed) for part in self.parts},
-            synthetic_provenance(parsed.architecture, parsed.seed),
-        )
+        parts = {part.name: self.synthetic_part(part, config, parsed.seed) for part in self.parts}
+        return Found(parts, synthetic_provenance(parsed.architecture, parsed.seed, parts))
 
     def synthetic_part(self, part: Part, config: Mapping[str, Any], seed: int) -> SubmodelCheckpoint:
         """A part with random weights."""
