@@ -103,7 +103,11 @@ def written() -> Iterator[tuple[Path, str]]:
             claim.claim,
             f"`{claim.command}`",
             claim.goal,
-            *(("not measured", "", "") if last is None else (_judged(last[2]), last[2].date[:10], f"{last[0]}, {last[1]}")),
+            *(
+                ("not measured", "", "")
+                if last is None
+                else (_judged(last[2]), last[2].date[:10], f"{last[0]}, {last[1]}")
+            ),
         )
         for claim, last in measured
     ]

@@ -6,11 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
 from sdflow.errors import VerificationError
-from sdflow.runtime.sessions.placement import PlacedNode, judge, placement, placement_by_profile, shape_computation
+from sdflow.runtime.sessions.placement import (
+    PlacedNode,
+    judge,
+    placement,
+    placement_by_profile,
+    runs_on_device,
+    shape_computation,
+)
 from sdflow.runtime.sessions.session import create_session
 from sdflow.targets import TARGETS
 
@@ -82,3 +90,17 @@ def test_only_the_first_of_many_nodes_are_named(model: Path) -> None:
 def test_shapes_on_another_accelerator_are_held_against_the_target(model: Path) -> None:
     placed = [PlacedNode("shape", "Shape", "", "CUDAExecutionProvider")]
     assert judge(placed, "TensorrtExecutionProvider", shape_computation(model)).fallen == tuple(placed)
+
+
+@pytest.mark.parametrize(("op_type", "waits_for_nothing"), [("Shape", True), ("Relu", False)])
+def test_nodes_on_the_cpu_are_seen_unless_they_compute_shapes(op_type: str, waits_for_nothing: bool) -> None:
+    """A CUDA session with such a node must wait for the device before it reads the node's inputs."""
+    element = TensorProto.INT64 if op_type == "Shape" else TensorProto.FLOAT
+    given = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4])
+    found = helper.make_tensor_value_info("y", element, None)
+    graph = helper.make_graph([helper.make_node(op_type, ["x"], ["y"], "node")], "g", [given], [found])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    assert runs_on_device(session, model) is waits_for_nothing

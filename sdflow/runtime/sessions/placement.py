@@ -123,6 +123,17 @@ def judge(placed: Iterable[PlacedNode], provider: str, shape_nodes: Collection[s
     )
 
 
+def runs_on_device(session: onnxruntime.InferenceSession, graph: Any) -> bool:
+    """Whether no node of this graph runs on the CPU, apart from those that only compute shapes."""
+    if not hasattr(session, "get_provider_graph_assignment_info"):  # an older ONNX Runtime
+        return False
+    shapes = {node.name for node in shape_nodes(graph.graph)}
+    return all(
+        part.ep_name != CPU_PROVIDER or all(node.name in shapes for node in part.get_nodes())
+        for part in session.get_provider_graph_assignment_info()
+    )
+
+
 def shape_computation(model: Path) -> set[str]:
     """Return the names of a model file's nodes that only compute shapes."""
     return {node.name for node in shape_nodes(load_graph(model).graph)}

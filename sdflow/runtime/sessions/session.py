@@ -45,7 +45,7 @@ from sdflow.runtime.sessions.tuning import UNTUNED, Tuning
 from sdflow.runtime.sessions.webgpu_angles import with_right_angles
 from sdflow.runtime.sessions.webgpu_attention import with_right_attention
 from sdflow.runtime.sessions.webgpu_norms import with_centered_norms
-from sdflow.targets import CACHE_DIR, CPU_PROVIDER, CUDA_PROVIDER, TIMING_DIR, WEBGPU_PROVIDER, Target
+from sdflow.targets import CACHE_DIR, CUDA_PROVIDER, TIMING_DIR, WEBGPU_PROVIDER, Target
 
 if TYPE_CHECKING:
     import onnx
@@ -227,22 +227,11 @@ def create_session(
         push_folder(engines.engines, remote)
     session.weights, session.live, session.streams = weights, live, streams  # must outlive the session
     session.loaded_on, session.built_for = target.name, options.built_for
+    from sdflow.runtime.sessions.placement import runs_on_device
+
     captured = "1" in (each.get("enable_cuda_graph") for each in providers.values())
-    session.whole = captured or not target.session.needs_cuda or _runs_on_device(session, read)
+    session.whole = captured or not target.session.needs_cuda or runs_on_device(session, read)
     return session
-
-
-def _runs_on_device(session: Any, graph: onnx.ModelProto) -> bool:
-    """Whether no node runs on the CPU, apart from those that only compute shapes."""
-    from sdflow.runtime.sessions.placement import shape_nodes
-
-    if not hasattr(session, "get_provider_graph_assignment_info"):  # an older ONNX Runtime
-        return False
-    shapes = {node.name for node in shape_nodes(graph.graph)}
-    return all(
-        part.ep_name != CPU_PROVIDER or all(node.name in shapes for node in part.get_nodes())
-        for part in session.get_provider_graph_assignment_info()
-    )
 
 
 def _session_options(ort: Any, target: Target, options: LoadOptions) -> Any:
