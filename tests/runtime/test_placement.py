@@ -16,10 +16,10 @@ from sdflow.runtime.sessions.placement import (
     judge,
     placement,
     placement_by_profile,
-    runs_on_device,
     shape_computation,
 )
 from sdflow.runtime.sessions.session import create_session
+from sdflow.runtime.sessions.shape_nodes import runs_on_device
 from sdflow.targets import TARGETS
 
 

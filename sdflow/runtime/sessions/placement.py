@@ -12,23 +12,19 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sdflow.errors import VerificationError
 from sdflow.onnx_model.float8 import DOMAIN
 from sdflow.onnx_model.reading import load_graph
 from sdflow.runtime.sessions.engine_cache import Shapes
 from sdflow.runtime.sessions.session import PLAIN, LoadOptions, create_session
+from sdflow.runtime.sessions.shape_nodes import shape_nodes
 from sdflow.targets import CPU_PROVIDER, Target
 
 if TYPE_CHECKING:
     import numpy as np
     import onnxruntime
-
-SMALL_INITIALIZER = 100
-"""Number of elements; as kSmallInitializerThreshold in ONNX Runtime's core/framework/fallback_cpu_capability.cc."""
-
-_SHAPE_SOURCES = frozenset({"Shape", "Size"})
 
 
 @dataclass(frozen=True)
@@ -123,46 +119,6 @@ def judge(placed: Iterable[PlacedNode], provider: str, shape_nodes: Collection[s
     )
 
 
-def runs_on_device(session: onnxruntime.InferenceSession, graph: Any) -> bool:
-    """Whether no node of this graph runs on the CPU, apart from those that only compute shapes."""
-    if not hasattr(session, "get_provider_graph_assignment_info"):  # an older ONNX Runtime
-        return False
-    shapes = {node.name for node in shape_nodes(graph.graph)}
-    return all(
-        part.ep_name != CPU_PROVIDER or all(node.name in shapes for node in part.get_nodes())
-        for part in session.get_provider_graph_assignment_info()
-    )
-
-
 def shape_computation(model: Path) -> set[str]:
     """Return the names of a model file's nodes that only compute shapes."""
     return {node.name for node in shape_nodes(load_graph(model).graph)}
-
-
-def shape_nodes(graph: Any) -> list[Any]:
-    """Return the nodes of a graph that only compute shapes.
-
-    These are Shape and Size, and nodes with an input from such a node whose other inputs are from such nodes too,
-    constants, or initializers of at most 100 elements. This is the rule of ONNX Runtime's GetCpuPreferredNodes without
-    its allowance for graph inputs, which are data: nodes that ONNX Runtime moves beyond it count as fallen.
-    """
-    known = {tensor.name for tensor in graph.initializer if _elements(tensor.dims) <= SMALL_INITIALIZER}
-    from_shapes: set[str] = set()
-    found = []
-    for node in graph.node:  # in topological order, as ONNX requires
-        inputs = [name for name in node.input if name]
-        if node.op_type == "Constant":
-            known.update(node.output)
-        elif node.op_type in _SHAPE_SOURCES or (
-            any(name in from_shapes for name in inputs) and all(name in from_shapes or name in known for name in inputs)
-        ):
-            from_shapes.update(node.output)
-            found.append(node)
-    return found
-
-
-def _elements(dims: Iterable[Any]) -> int:
-    count = 1
-    for size in dims:
-        count *= int(size)
-    return count

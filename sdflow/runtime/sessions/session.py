@@ -41,6 +41,7 @@ from sdflow.runtime.sessions.engine_cache import (
     keeps_engines,
 )
 from sdflow.runtime.sessions.engine_share import fetch_engines, has_engines, push_folder, remote_of_engines
+from sdflow.runtime.sessions.shape_nodes import runs_on_device
 from sdflow.runtime.sessions.tuning import UNTUNED, Tuning
 from sdflow.runtime.sessions.webgpu_angles import with_right_angles
 from sdflow.runtime.sessions.webgpu_attention import with_right_attention
@@ -227,8 +228,6 @@ def create_session(
         push_folder(engines.engines, remote)
     session.weights, session.live, session.streams = weights, live, streams  # must outlive the session
     session.loaded_on, session.built_for = target.name, options.built_for
-    from sdflow.runtime.sessions.placement import runs_on_device
-
     captured = "1" in (each.get("enable_cuda_graph") for each in providers.values())
     session.whole = captured or not target.session.needs_cuda or runs_on_device(session, read)
     return session

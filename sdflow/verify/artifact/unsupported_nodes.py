@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.onnx_model.float8 import reads_float8
 from sdflow.onnx_model.int8 import reads_int8
-from sdflow.runtime.sessions.placement import shape_nodes
+from sdflow.runtime.sessions.shape_nodes import shape_nodes
 from sdflow.targets import CPU_PROVIDER, CUDA_PROVIDER, Target
 from sdflow.verify.artifact.element_types import STANDARD, element_types, formals, schema_of
 from sdflow.verify.finding import Finding
