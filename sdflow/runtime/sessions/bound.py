@@ -49,9 +49,9 @@ class Bound:
         self._options = onnxruntime.RunOptions()
         # With nodes on the CPU, ONNX Runtime must wait for the device: queued runs gave wrong results on an H200.
         self._waits = place.stream is not None and not getattr(session, "whole", True)
+        if place.stream is not None and not self._waits:
+            self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         if place.stream is not None:
-            if not self._waits:
-                self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
             self._options.add_run_config_entry("gpu_graph_id", "0" if fixed and not self._shrinks else "-1")
             if self._shrinks:
                 self._options.add_run_config_entry("memory.enable_memory_arena_shrinkage", f"gpu:{place.index}")
@@ -87,7 +87,7 @@ class Bound:
                     self._prepare()
                 if self._copied:
                     self._bind_inputs()
-                if self._waits and self._place.stream is not None:
+                if self._waits:
                     self._place.stream.synchronize()
                 self._session.run_with_iobinding(self._io, self._options)
         except onnxruntime_errors(onnxruntime) as error:
