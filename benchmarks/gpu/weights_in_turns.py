@@ -1,7 +1,8 @@
 """Compare images of a pipeline whose weights do not fit on the device together with the same images when all weights
 fit.
 
-    python benchmarks/gpu/weights_in_turns.py PIPELINE --gb 15 7.5 [--size 1024] [--steps 4] [--guidance 0] [--images 3] [--json FILE]
+    python benchmarks/gpu/weights_in_turns.py PIPELINE --gb 15 7.5 [--size 1024] [--steps 4] [--guidance 0] [--images 3]
+        [--json FILE]
 
 PIPELINE: with weights (benchmarks/gpu/with_weights.py). The images with all weights, and those of each limit, are drawn
 by processes of their own. For a limit, memory is reserved so that only that many GB of the device are free once CUDA's
@@ -33,8 +34,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 GO = "go\n"
 ALL = "all"
-"""What the way is called that has all weights on the device."""
+"""What the way is called that has all weights on the device, as `keep` does."""
 INFINITE = float("inf")
+"""Its limit, in GB."""
 
 
 class Memory:
@@ -107,7 +109,8 @@ def drawn(options: argparse.Namespace, latents: Path, memory: Memory) -> dict[st
     from sdflow.runtime.pipeline import Pipeline
 
     begun = time.perf_counter()
-    pipeline = memory.pipeline = Pipeline.load(options.pipeline, "cuda", keep="all" if options.child == INFINITE else "fit", checker=False)
+    keep = ALL if options.child == INFINITE else "fit"
+    pipeline = memory.pipeline = Pipeline.load(options.pipeline, "cuda", keep=keep, checker=False)
     loaded, seconds, parts, last = time.perf_counter() - begun, [], [], None
 
     def passed(since: float) -> float:
@@ -164,7 +167,7 @@ def main() -> None:
     parser.add_argument("--guidance", type=float, default=0.0)
     parser.add_argument("--images", type=int, default=3)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--child", type=float, nargs="?", const=INFINITE, help=argparse.SUPPRESS)
+    parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--latents", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
@@ -173,20 +176,20 @@ def main() -> None:
     found = compared(options)
     if options.json:
         options.json.write_text(json.dumps({**vars(options), **found}, default=str, indent=1))
-    sys.exit(len(found) <= len(options.gb) or not all(each["same"]["latents"] for each in found.values() if "same" in each))
+    same = [each["same"]["latents"] for each in found.values() if "same" in each]
+    sys.exit(len(same) < len(options.gb) or not all(same))
 
 
 def compared(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """What was found with all weights, `all`, and with each limit, and how they compare."""
     import numpy as np
 
-    ways = {ALL: None, **{f"{gb:g} GB": gb for gb in options.gb}}
+    ways = {ALL: INFINITE, **{f"{gb:g} GB": gb for gb in options.gb}}
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         children = {
             way: subprocess.Popen(
-                [sys.executable, *sys.argv, "--latents", f"{scratch}/{way}.npz"]
-                + ["--child", *([] if gb is None else [str(gb)])],
+                [sys.executable, *sys.argv, "--latents", f"{scratch}/{way}.npz", "--child", str(gb)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
