@@ -262,13 +262,22 @@ class Denoisers:
         reserve: Callable[[], None] | None,
     ) -> Denoiser:
         """texts: text encoders still to run. reserve: see `PartedDenoiser`."""
-        with ThreadPoolExecutor(max_workers=2 + len(texts)) as pool:
-            parted = pool.submit(_parted_or_whole, self._reading(sizes), shape, sizes, layers, skipped, reserve)
-            others: list[Future[Bound]] = []
+
+        def bound(submodel: Submodel, batch: int) -> Bound:
+            return submodel.bound(**submodel.shapes({**sizes, "batch": batch})).prepare()
+
+        def denoiser() -> WholeDenoiser | PartedDenoiser:
+            made = _parted_or_whole(self._reading(sizes), shape, sizes, layers, skipped, reserve)
+            return made if self._low_memory else made.prepare()
+
+        with ThreadPoolExecutor(max_workers=3 + len(texts)) as pool:
+            parted = pool.submit(denoiser)
+            others: list[Future[object]] = []
             if not self._low_memory:
-                others += [pool.submit(text.bound, **text.shapes({**sizes, "batch": 2})) for text in texts]
+                others.append(pool.submit(self._model.load_weights))  # while its graph is split
+                others += [pool.submit(bound, text, 2) for text in texts]
                 if tile_side(self._decoder, shape[2], shape[3], self._scale, self._tiles) is None:
-                    others.append(pool.submit(self._decoder.bound, **self._decoder.shapes({**sizes, "batch": 1})))
+                    others.append(pool.submit(bound, self._decoder, 1))
             made = parted.result()
             for each in others:
                 each.result()
@@ -292,7 +301,7 @@ def _parted_or_whole(
     layers: int,
     skipped: tuple[int, ...],
     reserve: Callable[[], None] | None,
-) -> Denoiser:
+) -> WholeDenoiser | PartedDenoiser:
     try:
         return PartedDenoiser(model, shape, sizes, layers, skipped, reserve)
     except PassError as error:
