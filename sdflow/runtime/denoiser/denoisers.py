@@ -79,11 +79,11 @@ class DenoiserSource(Protocol):
 class Denoisers:
     """Creates denoisers, and concurrently loads what else the first image needs.
 
-    model: the denoiser's graph. nets: ControlNets by name. texts, decoder: the other submodels an image needs. scale:
-    image pixels per latent pixel. tokens: sizes of the text token axes at the usual length. split: run the denoiser in
-    parts (`sdflow.runtime.denoiser.split`); with nets it stays whole. low_memory: load nothing concurrently. tiles: of
-    the decoder, see `sdflow.runtime.vae.tile_side`. referencing: the denoiser's graph with inputs for reference images,
-    if any.
+    model: the denoiser's graph. nets: ControlNets by name. texts, decoder: the other submodels an image needs. text_rows:
+    of each run of a text encoder. scale: image pixels per latent pixel. tokens: sizes of the text token axes at the usual
+    length. split: run the denoiser in parts (`sdflow.runtime.denoiser.split`); with nets it stays whole. low_memory: load
+    nothing concurrently. tiles: of the decoder, see `sdflow.runtime.vae.tile_side`. referencing: the denoiser's graph with
+    inputs for reference images, if any.
     """
 
     def __init__(
@@ -97,11 +97,12 @@ class Denoisers:
         *,
         split: bool,
         low_memory: bool,
+        text_rows: int = 2,
         tiles: bool | None = None,
         referencing: Submodel | None = None,
     ) -> None:
         self._model, self._referencing, self._nets = model, referencing, nets
-        self._texts, self._decoder = texts, decoder
+        self._texts, self._text_rows, self._decoder = texts, text_rows, decoder
         self._scale, self._split, self._low_memory, self._tiles = scale, split, low_memory, tiles
         self._tokens = tokens
         self.shares_weights = model.weights is not None
@@ -275,7 +276,7 @@ class Denoisers:
             others: list[Future[object]] = []
             if not self._low_memory:
                 others.append(pool.submit(self._model.load_weights))  # while its graph is split
-                others += [pool.submit(bound, text, 2) for text in texts]
+                others += [pool.submit(bound, text, self._text_rows) for text in texts]
                 if tile_side(self._decoder, shape[2], shape[3], self._scale, self._tiles) is None:
                     others.append(pool.submit(bound, self._decoder, 1))
             made = parted.result()

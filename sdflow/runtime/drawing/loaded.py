@@ -115,6 +115,7 @@ class LoadedPipeline:
         self._named: dict[tuple[str, str], Any] = {}
         denoiser = submodels[family.denoiser]
         self.referencing = _referencing(family, denoiser)
+        self.text_rows = family.text_rows(configs, self.defaults["text"].guidance_scale)
         encoders = [self.submodels[name] for name in family.text_of(submodels)]
         sizes = submodels[family.decoder], self.latents.scale, family.token_sizes(configs)
         first = Denoisers(
@@ -123,6 +124,7 @@ class LoadedPipeline:
             encoders,
             *sizes,
             split=split,
+            text_rows=self.text_rows,
             low_memory=low_memory or moving,
             tiles=self.vae_tiles,
             referencing=self.referencing,

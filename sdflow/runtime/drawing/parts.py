@@ -61,7 +61,7 @@ class PipelineParts(LoadedPipeline):
 
         def run(name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             with self._using(name, 0 if self.family.part(name).whole else clip_skip) as submodel:
-                return run_rows(submodel, inputs)
+                return run_rows(submodel, inputs, self.text_rows)
 
         with self.place.current():
             return self.family.condition(run, self.companions, self.options, request)
