@@ -52,16 +52,15 @@ def child(options: argparse.Namespace) -> None:
 
     note("torch")
     from sdflow.machine.diffusers_alone import import_diffusers_alone
-    from sdflow.runtime.drawing.loaded import First
     from sdflow.runtime.pipeline import Pipeline
 
     import_diffusers_alone()  # as `sdflow generate` does
     note("imported")
     spans = Spans(begun)
     spans.watch()
-    pipeline = Pipeline.load(options.pipeline, options.target, checker=False, first=First(options.size, options.size))
-    note("loaded")
     size = {} if options.size is None else {"height": options.size, "width": options.size}
+    pipeline = Pipeline.load(options.pipeline, options.target, checker=False, first=size)
+    note("loaded")
     for which in ("first image", "second image"):
         generator = torch.Generator().manual_seed(0)
         pipeline(PROMPT, num_inference_steps=options.steps, generator=generator, **size)

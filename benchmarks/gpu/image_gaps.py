@@ -55,13 +55,11 @@ def main() -> None:
     parser.add_argument("--output", choices=("np", "pil"), default="np")
     parser.add_argument("--target", default="cuda")
     options = parser.parse_args()
-    from sdflow.runtime.drawing.loaded import First
     from sdflow.runtime.pipeline import Pipeline
     from sdflow.runtime.sessions.bound import Bound
 
-    pipeline = Pipeline.load(
-        options.pipeline, options.target, checker=False, first=First(options.size, options.size), keep="all"
-    )
+    size = {} if options.size is None else {"height": options.size, "width": options.size}
+    pipeline = Pipeline.load(options.pipeline, options.target, checker=False, keep="all", first=size)
     marks = [Marks(options.target)]
     run = Bound._run
 
@@ -72,7 +70,6 @@ def main() -> None:
         marks[-1].note("")
 
     Bound._run = noting  # type: ignore[method-assign]
-    size = {} if options.size is None else {"height": options.size, "width": options.size}
     generator = torch.Generator()
     for _ in range(options.images + 3):
         marks.append(Marks(options.target))

@@ -17,7 +17,6 @@ from sdflow.machine.packages import versions
 from sdflow.manifest import MANIFEST_FILE, Manifest, read_manifest
 from sdflow.prompts.limits import require_texts, truncations
 from sdflow.runtime.draw_request import GenerateRequest
-from sdflow.runtime.drawing.loaded import First
 from sdflow.runtime.drawing.preview import Preview
 from sdflow.runtime.drawing.record import scheduler_settings
 from sdflow.runtime.ensemble import REFINER_START, Ensemble
@@ -170,15 +169,19 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     return GenerateResult(drawn, str(sheet) if sheet else None, settings, loaded - begun, done - loaded, notes)
 
 
-def _first(request: GenerateRequest) -> First | None:
-    """Return what the first image needs, if it is drawn from a text alone."""
+def _first(request: GenerateRequest) -> dict[str, Any] | None:
+    """Return the arguments of `Pipeline.prepare` for the first image, if it is drawn from a text alone."""
     if request.image or request.controls or request.image_prompts or request.references or request.refiner:
         return None
-    return First(request.height, request.width, request.guidance_scale)
+    return {"height": request.height, "width": request.width, "guidance_scale": request.guidance_scale}
 
 
 def _load(
-    request: GenerateRequest, target: Target, tuning: Tuning, words: Sequence[Embedding], first: First | None
+    request: GenerateRequest,
+    target: Target,
+    tuning: Tuning,
+    words: Sequence[Embedding],
+    first: Mapping[str, Any] | None,
 ) -> Pipeline | Ensemble:
     options: dict[str, Any] = {
         "scheduler": request.scheduler,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -43,16 +42,6 @@ from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.runtime.sessions.tuning import UNTUNED, Tuning
 from sdflow.sources.embedding import Embedding, require_different
 from sdflow.targets import Target
-
-
-@dataclass(frozen=True)
-class First:
-    """An image to expect: drawn from a text alone, without approximations. height, width, guidance_scale: None: the
-    model's own."""
-
-    height: int | None = None
-    width: int | None = None
-    guidance_scale: float | None = None
 
 
 class LoadedPipeline:
@@ -157,7 +146,7 @@ class LoadedPipeline:
         shared: Mapping[str, Submodel] = MappingProxyType({}),
         previews: Path | str | None = None,
         devices: int = 1,
-        first: First | None = None,
+        first: Mapping[str, Any] | None = None,
     ) -> Self:
         """Load an assembled pipeline, creating its sessions concurrently.
 
@@ -173,8 +162,8 @@ class LoadedPipeline:
         words can be used in prompts. shared: submodels that another pipeline loaded from the same artifacts. previews:
         pipeline folder whose tiny VAE decodes previews; None: the pipeline's own, if it is one. devices: 2: compute the
         two halves of guidance on two GPUs at the same time, both with the denoiser's weights; on the CPU, in two
-        threads, which is not faster. All calls then need guidance. first: the image that will be generated first, whose
-        sessions are created meanwhile.
+        threads, which is not faster. All calls then need guidance. first: arguments of `prepare`, for the image that will
+        be generated first; its sessions are created meanwhile.
         Raises UsageError if the folder is not a pipeline, and TargetUnavailableError if the provider or a device is
         unavailable.
         """
@@ -256,7 +245,7 @@ class LoadedPipeline:
                 second=second,
             )
             if first is not None:
-                pipeline.prepare(first)
+                pipeline.prepare(**first)
             companions |= beginning.result()
         pipeline.scheduler = companions[SCHEDULER]
         pipeline.record = folder_record(folder, target.name)
@@ -266,10 +255,13 @@ class LoadedPipeline:
             pipeline.draw_preview = previewer_of(Path(previews), family, pipeline.latents, target)
         return pipeline
 
-    def prepare(self, first: First) -> None:
-        """Create the sessions that this image needs, unless it is larger than the model's own size."""
-        own = self.defaults["text"].guidance_scale if first.guidance_scale is None else first.guidance_scale
-        shape = self.latents_shape(1, first.height, first.width)
+    def prepare(
+        self, *, height: int | None = None, width: int | None = None, guidance_scale: float | None = None
+    ) -> None:
+        """Create the sessions of text to image for one image with these settings, unless it is larger than the model's own
+        size. None: the model's own."""
+        own = self.defaults["text"].guidance_scale if guidance_scale is None else guidance_scale
+        shape = self.latents_shape(1, height, width)
         if self.task == "text" and not self.family.texts_vary and shape[2] * shape[3] <= self.latents.size**2:
             self.denoiser(shape, 2 if self.family.guided(self.configs, own) else 1)
 
