@@ -108,7 +108,6 @@ assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
         "scipy.stats",
         "torchsde",
         "diffusers.schedulers.scheduling_ddim",
-        "sdflow.store.cache",
     }
     assert not unneeded & loaded
     assert len([*(tmp_path / "images").iterdir()]) == 1
