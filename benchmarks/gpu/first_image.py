@@ -1,7 +1,7 @@
 """Time a process from its start to its first image: with no kernels in the cache, then with those that an earlier process left.
 
-    python benchmarks/gpu/first_image.py PIPELINE [--processes 3] [--steps 50] [--size N] [--target cuda] [--command [--unchecked]]
-        [--imports] [--timeline] [--json FILE]
+    python benchmarks/gpu/first_image.py PIPELINE [--processes 3] [--steps 50] [--size N] [--target cuda]
+        [--command [--unchecked]] [--imports] [--timeline] [--json FILE]
 
 PIPELINE: with weights (of benchmarks/gpu/with_weights.py, or built). The first process finds an empty $SDFLOW_KERNELS, so it
 compiles and proves sdflow's kernels. Each process prints seconds since it started, after its imports, after loading, and

@@ -128,14 +128,14 @@ class DeviceWeights:
 
         def read(memory: torch.Tensor, begin: int = 0) -> None:
             """Read the values that do not end before `begin`."""
+            # Copy on write: torch requires writable memory. Mapping a file for each value would take as long as copying.
+            files = {name: np.memmap(self._model.parent / name, np.uint8, "c") for name in {span[0] for span in found}}
             end = 0
             for (location, offset, length), slot in zip(found, memory.split(sizes), strict=True):
                 end += len(slot)
                 if end <= begin:
                     continue
-                # Copy on write: torch requires writable memory.
-                data = np.memmap(self._model.parent / location, np.uint8, "c", offset, (length,))
-                slot[:length].copy_(torch.from_numpy(data))
+                slot[:length].copy_(torch.from_numpy(files[location][offset : offset + length]))
 
         if self._residency is None:
             memory = torch.empty(size, dtype=torch.uint8, device=self._device)
