@@ -231,7 +231,7 @@ def _written_over(file: str, content: str) -> Callable[[Path], None]:
         (_sdflow_json(target="cudda"), "sdflow.json: no target is named cudda"),
         (_written_over("model_index.json", "{"), "model_index.json: cannot be read"),
         (_written_over("unet/config.json", "{}"), "has no entry 'block_out_channels'"),
-        (_written_over("scheduler/scheduler_config.json", "{"), "scheduler: cannot be loaded"),
+        (_written_over("scheduler/scheduler_config.json", "{"), "scheduler_config.json: cannot be read"),
     ],
 )
 def test_a_damaged_folder_is_refused_with_what_is_wrong(
