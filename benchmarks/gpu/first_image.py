@@ -1,12 +1,13 @@
 """Time a process from its start to its first image: with no kernels in the cache, then with those that an earlier process left.
 
-    python benchmarks/gpu/first_image.py PIPELINE [--processes 3] [--steps 50] [--size N] [--target cuda] [--command]
-        [--imports] [--timeline] [--json FILE]
+    python benchmarks/gpu/first_image.py PIPELINE [--processes 3] [--steps 50] [--size N] [--target cuda]
+        [--command [--unchecked]] [--imports] [--timeline] [--json FILE]
 
 PIPELINE: with weights (of benchmarks/gpu/with_weights.py, or built). The first process finds an empty $SDFLOW_KERNELS, so it
 compiles and proves sdflow's kernels. Each process prints seconds since it started, after its imports, after loading, and
-after its first and second images; the second image is the time of a warm one. --command: as many times
-`sdflow generate PIPELINE`, from its start to the file and to its end. --imports: a further process, slower than the others,
+after its first and second images; the second image is the time of a warm one. --command: twice
+`sdflow generate PIPELINE`, from its start to the file and to its end, with the safety checker and without.
+--unchecked: with --no-check, which the output of with_weights.py needs. --imports: a further process, slower than the others,
 tells which packages' imports take the time. --timeline: what the last process did, and when. --json: everything.
 """
 
@@ -58,9 +59,9 @@ def child(options: argparse.Namespace) -> None:
     note("imported")
     spans = Spans(begun)
     spans.watch()
-    pipeline = Pipeline.load(options.pipeline, options.target, checker=False)
-    note("loaded")
     size = {} if options.size is None else {"height": options.size, "width": options.size}
+    pipeline = Pipeline.load(options.pipeline, options.target, checker=False, first=size)
+    note("loaded")
     for which in ("first image", "second image"):
         generator = torch.Generator().manual_seed(0)
         pipeline(PROMPT, num_inference_steps=options.steps, generator=generator, **size)
@@ -92,7 +93,7 @@ def run(kernels: str, *, imports: bool = False) -> dict[str, Any]:
     return found
 
 
-def run_command(kernels: str, options: argparse.Namespace) -> dict[str, float]:
+def run_command(kernels: str, options: argparse.Namespace, *more: str) -> dict[str, float]:
     """Seconds from the start of `sdflow generate` to its image, and to its end."""
     with tempfile.TemporaryDirectory() as out:
         size = [] if options.size is None else ["--height", str(options.size), "--width", str(options.size)]
@@ -100,7 +101,8 @@ def run_command(kernels: str, options: argparse.Namespace) -> dict[str, float]:
         subprocess.run(
             [
                 *(sys.executable, "-m", "sdflow", "generate", str(options.pipeline), "--prompt", PROMPT, "--out", out),
-                *("--target", options.target, "--steps", str(options.steps), "--seed", "0", *size),
+                *("--target", options.target, "--steps", str(options.steps), "--seed", "0", *size, *more),
+                *(["--no-check"] if options.unchecked else []),
             ],
             env=environment(kernels),
             stdout=subprocess.DEVNULL,
@@ -127,6 +129,7 @@ def main() -> None:
     parser.add_argument("--size", type=int)
     parser.add_argument("--target", default="cuda")
     parser.add_argument("--command", action="store_true")
+    parser.add_argument("--unchecked", action="store_true")
     parser.add_argument("--imports", action="store_true")
     parser.add_argument("--timeline", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -148,9 +151,10 @@ def main() -> None:
             last = found["load"][-1]
             print(f"{'kept kernels' if number else 'no kernels'}: {last['wall']}", flush=True)
         print(f"its processor time: {last['processor']}", flush=True)
-        for _ in range(options.processes if options.command else 0):
-            note("command", run_command(kernels, options))
-            print(f"sdflow generate: {found['command'][-1]}", flush=True)
+        for _ in range(2 if options.command else 0):
+            for more in ((), ("--no-safety-checker",)):
+                note("command", run_command(kernels, options, *more))
+                print(f"sdflow generate {' '.join(more)}: {found['command'][-1]}", flush=True)
         if options.imports:
             run(kernels, imports=True)
         if options.timeline:
