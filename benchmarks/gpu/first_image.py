@@ -52,10 +52,10 @@ def child(options: argparse.Namespace) -> None:
     import torch  # before ONNX Runtime
 
     note("torch")
-    from sdflow.machine.diffusers_alone import import_diffusers_alone
+    from sdflow.runtime.files.folder import import_companions
     from sdflow.runtime.pipeline import Pipeline
 
-    import_diffusers_alone()  # as `sdflow generate` does
+    import_companions(options.pipeline)  # as `sdflow generate` does
     note("imported")
     spans = Spans(begun)
     spans.watch()

@@ -1,5 +1,5 @@
 """Import diffusers without what takes longer to import than diffusers itself: PyTorch's compiler, and the names of all
-installed files."""
+installed files; and modules of transformers without its list of all modules."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 COMPILER = "torch._dynamo"
@@ -35,6 +39,33 @@ def import_diffusers_alone() -> None:
             del modules[name]
     finally:
         del modules[COMPILER]
+
+
+def import_module_alone(library: str, module: str) -> None:
+    """Import a module of a library without the code of the packages around it, unless the library was imported.
+
+    transformers reads its 1,600 source files to know its modules, twice. Afterwards this module is there, and the library
+    is still to be imported by whoever needs more of it; it then has the same module and classes. Call this like
+    `import_diffusers_alone`. A library that does not allow it is left to be imported as usual.
+    """
+    name = f"{library}.{module}"
+    spec = None if library in sys.modules or name in sys.modules else find_spec(library)
+    if spec is None or spec.submodule_search_locations is None:
+        return
+    before, packages = set(sys.modules), name.split(".")[:-2]  # not the module's own package, which is small
+    stand_ins = [ModuleType(".".join(packages[: depth + 1])) for depth in range(len(packages))]
+    for depth, package in enumerate(stand_ins):
+        package.__path__ = [str(Path(folder, *packages[1 : depth + 1])) for folder in spec.submodule_search_locations]
+        sys.modules[package.__name__] = package
+    vars(stand_ins[0])["__version__"] = importlib.metadata.version(library)
+    try:
+        import_module(name)
+    except (ImportError, AttributeError):
+        for each in [each for each in sys.modules.keys() - before if each.partition(".")[0] == library]:
+            del sys.modules[each]
+    finally:
+        for package in stand_ins:
+            sys.modules.pop(package.__name__, None)
 
 
 class _Distributions(Mapping[str, list[str]]):

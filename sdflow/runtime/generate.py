@@ -12,7 +12,6 @@ from sdflow.digest import digest_file
 from sdflow.errors import os_errors_as
 from sdflow.families.shared.approximation import Approximation
 from sdflow.families.shared.few_steps import spelled
-from sdflow.machine.diffusers_alone import import_diffusers_alone
 from sdflow.machine.packages import versions
 from sdflow.manifest import MANIFEST_FILE, Manifest, read_manifest
 from sdflow.prompts.limits import require_texts, truncations
@@ -20,7 +19,7 @@ from sdflow.runtime.draw_request import GenerateRequest
 from sdflow.runtime.drawing.preview import Preview
 from sdflow.runtime.drawing.record import scheduler_settings
 from sdflow.runtime.ensemble import REFINER_START, Ensemble
-from sdflow.runtime.files.folder import folder_adapters
+from sdflow.runtime.files.folder import folder_adapters, import_companions
 from sdflow.runtime.files.image_files import open_image
 from sdflow.runtime.files.image_prompt_files import for_adapters
 from sdflow.runtime.files.image_text import APPROXIMATION
@@ -117,7 +116,7 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     begun = time.perf_counter()
     if request.check:
         require_sound_folders(request, built)
-    import_diffusers_alone()  # this process compiles nothing
+    import_companions(request.folder)  # this process compiles nothing
     first = _first(request) if len(wanted[: request.batch]) == 1 and not fewer else None
     pipeline = _load(request, target, recorded.tuning, words, first)
     loaded = time.perf_counter()

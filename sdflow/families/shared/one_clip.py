@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from sdflow.families.shared.base import Family
-from sdflow.families.shared.part import Companion, Layout, Part
+from sdflow.families.shared.part import CLIP_TOKENIZER, Companion, Layout, Part
 from sdflow.families.shared.request import Conditions, Request, Run
 from sdflow.families.shared.text import encode
 from sdflow.families.shared.unet_and_vae import (
@@ -50,7 +50,7 @@ PARTS: tuple[Part, ...] = (
     ),
 )
 COMPANIONS: Mapping[str, Companion] = {
-    "tokenizer": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
+    "tokenizer": CLIP_TOKENIZER,
     "scheduler": Companion("diffusers", None, "scheduler_config.json"),
     "feature_extractor": Companion(
         "transformers", "CLIPImageProcessor", "preprocessor_config.json", parts=("safety_checker", IMAGE_ENCODER.name)

@@ -95,7 +95,8 @@ class Part:
 class Companion:
     """A tokenizer, scheduler or feature extractor that accompanies the graphs.
 
-    library, class_name: what loads it; class_name None: named by its config. file: required in its folder. parts: present only
+    library, class_name: what loads it; class_name None: named by its config. module: the library's that defines the class; "":
+    the library itself. file: required in its folder. parts: present only
     with one of these parts; empty: always. shipped: sdflow ships the published one for weights-only files; otherwise it ships
     a stand-in for random weights only.
     """
@@ -105,6 +106,7 @@ class Companion:
     file: str
     parts: tuple[str, ...] = ()
     shipped: bool = True
+    module: str = ""
 
     def wanted(self, submodels: Container[str]) -> bool:
         """Whether a pipeline of these submodels has it."""
@@ -114,9 +116,13 @@ class Companion:
         """Load it from its folder. config: that of its file. Raises AttributeError for a class that the installed library
         lacks, UsageError where a package is missing that a scheduler needs, and the library's errors."""
         if self.class_name is not None:
-            return getattr(import_module(self.library), self.class_name).from_pretrained(
-                str(folder), local_files_only=True
-            )
+            module = import_module(f"{self.library}.{self.module}" if self.module else self.library)
+            return getattr(module, self.class_name).from_pretrained(str(folder), local_files_only=True)
         from sdflow.families.shared.schedulers import from_config, scheduler_class
 
         return from_config(scheduler_class(str(config["_class_name"])), config)
+
+
+CLIP_TOKENIZER = Companion(
+    "transformers", "CLIPTokenizer", "tokenizer_config.json", module="models.clip.tokenization_clip"
+)

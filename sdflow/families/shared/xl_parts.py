@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sdflow.families.shared.defaults import Defaults, Task
-from sdflow.families.shared.part import Companion, Layout, Part
+from sdflow.families.shared.part import CLIP_TOKENIZER, Companion, Layout, Part
 from sdflow.families.shared.text import last_but_one
 from sdflow.models.clip_text import ClipTextWithProjection
 from sdflow.models.open_clip_names import open_clip_names, open_clip_unused
@@ -34,7 +34,7 @@ DEFAULTS: Mapping[Task, Defaults] = {
     "image": Defaults(steps=50, guidance_scale=5.0, strength=0.3),
     "inpaint": Defaults(steps=50, guidance_scale=7.5, strength=0.9999),
 }
-TOKENIZER = Companion("transformers", "CLIPTokenizer", "tokenizer_config.json")
+TOKENIZER = CLIP_TOKENIZER
 SCHEDULER = Companion("diffusers", None, "scheduler_config.json")
 
 

@@ -15,7 +15,7 @@ from sdflow.families.shared.base import Family
 from sdflow.families.shared.defaults import Defaults, Task, settled
 from sdflow.families.shared.latents import Latents
 from sdflow.families.shared.noising import FLOW, Noising
-from sdflow.families.shared.part import Companion, Layout, Part
+from sdflow.families.shared.part import CLIP_TOKENIZER, Companion, Layout, Part
 from sdflow.families.shared.reference_loras import split_kohya
 from sdflow.families.shared.request import Conditions, Request, Run
 from sdflow.families.shared.text import SECOND_PROMPTS, last_but_one, last_but_one_layer, plain_texts, text_ids
@@ -89,8 +89,8 @@ class StableDiffusion3(Family):
     )
     denoiser, decoder, encoder, checker = "transformer", "vae_decoder", "vae_encoder", None
     companions: ClassVar[Mapping[str, Companion]] = {
-        "tokenizer": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
-        "tokenizer_2": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
+        "tokenizer": CLIP_TOKENIZER,
+        "tokenizer_2": CLIP_TOKENIZER,
         "tokenizer_3": Companion(
             "transformers", "T5TokenizerFast", "tokenizer_config.json", parts=("text_encoder_3",), shipped=False
         ),

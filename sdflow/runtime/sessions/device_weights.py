@@ -130,12 +130,16 @@ class DeviceWeights:
             """Read the values that do not end before `begin`."""
             # Copy on write: torch requires writable memory. Mapping a file for each value would take as long as copying.
             files = {name: np.memmap(self._model.parent / name, np.uint8, "c") for name in {span[0] for span in found}}
-            end = 0
+            end, slots, values = 0, list[torch.Tensor](), list[torch.Tensor]()
             for (location, offset, length), slot in zip(found, memory.split(sizes), strict=True):
                 end += len(slot)
                 if end <= begin:
                     continue
-                slot[:length].copy_(torch.from_numpy(files[location][offset : offset + length]))
+                slots.append(slot[:length])
+                values.append(torch.from_numpy(files[location][offset : offset + length]))
+            # In one call: between calls, Python's threads take turns, which took longer than copying.
+            if slots:
+                torch._foreach_copy_(slots, values)
 
         if self._residency is None:
             memory = torch.empty(size, dtype=torch.uint8, device=self._device)
