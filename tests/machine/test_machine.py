@@ -113,3 +113,17 @@ assert dict(found) == importlib.metadata.packages_distributions() and len(found)
 assert import_utils._is_distribution_installed("PIL")[0]
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_module_that_was_imported_alone_is_the_librarys_own() -> None:
+    code = """
+import sys
+from sdflow.machine.diffusers_alone import import_module_alone
+import_module_alone("transformers", "models.clip.tokenization_clip")
+alone = sys.modules["transformers.models.clip.tokenization_clip"].CLIPTokenizer
+assert not {"transformers", "transformers.models", "transformers.models.auto"} & sys.modules.keys()
+import_module_alone("transformers", "models.clip.there_is_none")
+from transformers import CLIPTextModel, CLIPTokenizer
+assert CLIPTokenizer is alone and CLIPTextModel.__name__ == "CLIPTextModel"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

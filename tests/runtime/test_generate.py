@@ -106,6 +106,7 @@ assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
         "peft",
         "pandas",
         "scipy.stats",
+        "transformers.models.auto",
         "torchsde",
         "diffusers.schedulers.scheduling_ddim",
     }
