@@ -21,7 +21,7 @@ def warn_of_truncation(
     texts: as passed to the tokenizer. encoder: name of the encoder. remedy: a sentence, or nothing. ends: chat template
     suffix of each text. Does nothing for stand-in tokenizers, as used in exports.
     """
-    from transformers import PreTrainedTokenizerBase
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase  # which a tokenizer has imported
 
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         return
