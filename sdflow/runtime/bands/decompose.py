@@ -13,81 +13,15 @@ are discarded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil
 from typing import Any
 
 from sdflow.errors import PassError
 from sdflow.onnx_model.nodes import copied
-from sdflow.runtime.bands.locality import MOVES, Locality
-from sdflow.runtime.bands.norms import Norm, Shape, separate_norms, shape_of, types_of
+from sdflow.runtime.bands.locality import MOVES, Locality, Rows
+from sdflow.runtime.bands.norms import separate_norms, shape_of, types_of
+from sdflow.runtime.bands.stages import Decomposition, Stage, Stored, element_bytes, graph_bytes
 from sdflow.runtime.sessions.specialize import specialize
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A value that is stored whole. shape: of the whole. dtype: numpy's name. axis: of the rows. scale: number of its
-    rows per row of the latents."""
-
-    name: str
-    shape: Shape
-    dtype: str
-    axis: int
-    scale: int
-
-    @property
-    def size(self) -> int:
-        """In bytes."""
-        return prod(self.shape) * (2 if self.dtype.endswith("16") else 4)
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Nodes that run band by band.
-
-    model: a ModelProto of fixed shapes, whose weights refer to the artifact's data file. rows: of the latents in a band.
-    margin: of them, those at an end of a band where the image goes on, whose results are discarded. banded: its inputs
-    by bands. whole: names of inputs -> values that it reads whole. norms: those whose parameters are inputs. outputs:
-    its results, stored. measured: sources of norms among its outputs. drops: stored values that no later stage reads.
-    size: its values that exist at the same time, in bytes.
-    """
-
-    model: Any
-    rows: int
-    margin: int
-    banded: tuple[Stored, ...]
-    whole: Mapping[str, Stored]
-    norms: tuple[Norm, ...]
-    outputs: tuple[Stored, ...]
-    measured: tuple[Norm, ...]
-    drops: tuple[str, ...]
-    size: int
-
-    def windows(self, rows: int) -> list[tuple[int, int, int]]:
-        """Return (begin, first, end) of each band: rows of the latents; from `begin` on are read, of which `first` to
-        `end` are kept. rows: of the whole."""
-        if self.rows >= rows:
-            return [(0, 0, rows)]
-        found, done = [], 0
-        while done < rows:
-            begin = min(max(done - self.margin, 0), rows - self.rows)
-            end = rows if begin + self.rows == rows else begin + self.rows - self.margin
-            found.append((begin, done, end))
-            done = end
-        return found
-
-
-@dataclass(frozen=True)
-class Decomposition:
-    """The stages of a graph, in order. rows: of the latents. input, output: of the graph. stored: most bytes that are
-    stored at the same time; size: most of a stage."""
-
-    stages: tuple[Stage, ...]
-    rows: int
-    input: str
-    output: str
-    stored: int
-    size: int
 
 
 def decompose(model: Any, sizes: Callable[[int], Mapping[str, int]], rows: int, band: int) -> Decomposition:
@@ -108,28 +42,32 @@ class _Cut:
         self.norms = found[rows]
         self.types = {count: types_of(each.graph) for count, each in self.models.items()}
         self.nodes = list(self.models[rows].graph.node)
-        if found[band] != found[rows] or [_key(each) for each in self.models[band].graph.node] != list(
-            map(_key, self.nodes)
-        ):
+        made = [[(node.op_type, *node.output) for node in each.graph.node] for each in self.models.values()]
+        if found[band] != found[rows] or made[0] != made[-1]:
             raise PassError("the graph differs between sizes", where="bands")
         self.inputs = [item.name for item in model.graph.input]
         self.results = [item.name for item in model.graph.output]
+        self.shapes = {
+            count: {name: shape_of(kind) for name, kind in types.items()} for count, types in self.types.items()
+        }
+        self.constants = self._constants()
         self.locality = self._locality()
         self.makers = {name: place for place, node in enumerate(self.nodes) for name in node.output if name}
         self.stage_of: dict[str, int] = dict.fromkeys(self.inputs, 0)
         self.wholes: set[str] = set()
         self._assign()
 
-    def _locality(self) -> Locality:
+    def _constants(self) -> dict[str, Any]:
         import onnx
 
-        shapes = [{name: shape_of(kind) for name, kind in self.types[count].items()} for count in (self.band, self.rows)]
-        constants = {
+        return {
             tensor.name: onnx.numpy_helper.to_array(tensor).tolist()
             for tensor in self.models[self.rows].graph.initializer
             if tensor.data_type == onnx.TensorProto.INT64 and tensor.data_location != onnx.TensorProto.EXTERNAL
         }
-        return Locality(shapes[0], shapes[1], constants, self.band, self.rows)
+
+    def _locality(self) -> Locality:
+        return Locality(self.shapes[self.band], self.shapes[self.rows], self.constants, self.band, self.rows)
 
     def _assign(self) -> None:
         """Find the first stage that can compute each value."""
@@ -149,29 +87,26 @@ class _Cut:
         needs = [self._needs(stage) for stage in range(last + 1)]
         stored = {name: self._stored(name) for names, _ in needs for name in names}
         stored |= {name: self._stored(name) for name in self.results}
-        sources = {norm.source for norm in self.norms}
         made = [
-            [
-                *(name for name in stored if self.stage_of[name] == stage and name not in self.inputs),
-                *sorted(name for name in sources - stored.keys() if self.stage_of[name] == stage),
-            ]
+            [name for name in stored if self.stage_of[name] == stage and name not in self.inputs]
             for stage in range(last + 1)
         ]
-        uses = {name: max(stage for stage, (names, _) in enumerate(needs) if name in names) for name in stored if name not in self.results}  # fmt: skip
-        banded = [self._stage(stage, self.band, needs[stage], made[stage], stored, uses) for stage in range(last + 1)]
-        most = max(stage.size for stage in banded)
-        stages = []
-        for place, stage in enumerate(banded):
-            at_once = self._stage(place, self.rows, needs[place], made[place], stored, uses)
-            stages.append(at_once if at_once.size <= most else stage)
+        uses = {name: stage for stage, (names, _) in enumerate(needs) for name in names}
+        parts = [
+            [self._stage(rows, *needs[stage], made[stage], stored) for stage in range(last + 1)]
+            for rows in (self.band, self.rows)
+        ]
+        most = max(stage.size for stage in parts[0])
+        stages = [whole if whole.size <= most else banded for banded, whole in zip(*parts, strict=True)]
         for stage in stages:
             if stage.rows < self.rows and stage.rows <= 2 * stage.margin:
                 raise PassError(f"bands of {self.band} rows are within their margins of {stage.margin}", where="bands")
-        held = [sum(stored[name].size for name in stored if self._is_held(name, stage, uses, last)) for stage in range(last + 1)]  # fmt: skip
-        return Decomposition(tuple(stages), self.rows, self.inputs[0], self.results[0], max(held), most)
-
-    def _is_held(self, name: str, stage: int, uses: Mapping[str, int], last: int) -> bool:
-        return self.stage_of[name] <= stage <= uses.get(name, last)
+        drops = [tuple(name for name, use in uses.items() if use == stage) for stage in range(last + 1)]
+        held = [
+            sum(each.size for name, each in stored.items() if self.stage_of[name] <= stage <= uses.get(name, last))
+            for stage in range(last + 1)
+        ]
+        return Decomposition(tuple(stages), tuple(drops), self.rows, self.inputs[0], self.results[0], max(held), most)
 
     def _needs(self, stage: int) -> tuple[dict[str, None], list[int]]:
         """Return the values of earlier stages that a stage reads, and its nodes: those of the stage, and before them
@@ -186,7 +121,7 @@ class _Cut:
                 elif self._is_repeated(name):
                     waiting += {self.makers[name]} - places
                     places.add(self.makers[name])
-                elif self.stage_of[name] < stage or name in self.wholes:
+                elif self.stage_of[name] < stage:
                     values[name] = None
         return values, sorted(places)
 
@@ -203,68 +138,68 @@ class _Cut:
         if node.op_type != "Cast" or node.input[0] not in self.types[self.rows]:
             return False
         before, after = (self.types[self.rows][name].tensor_type.elem_type for name in (node.input[0], node.output[0]))
-        return _bytes(before) <= _bytes(after)
+        return element_bytes(before) <= element_bytes(after)
 
     def _is_repeated(self, name: str) -> bool:
         return name not in self.locality.rows or self._moves(name)
 
     def _stored(self, name: str) -> Stored:
-        import onnx
+        from onnx import TensorProto, helper
 
-        kind = self.types[self.rows][name]
-        dtype = "bfloat16" if kind.tensor_type.elem_type == onnx.TensorProto.BFLOAT16 else str(onnx.helper.tensor_dtype_to_np_dtype(kind.tensor_type.elem_type))  # fmt: skip
+        element = self.types[self.rows][name].tensor_type.elem_type
+        dtype = "bfloat16" if element == TensorProto.BFLOAT16 else str(helper.tensor_dtype_to_np_dtype(element))
         scale = self.locality.scale(name)
         if scale is None:
             raise PassError(f"the rows of {name} are no multiple of the latents'", where="bands")
-        return Stored(name, shape_of(kind), dtype, self.locality.rows[name].axis, scale)
+        return Stored(name, self.shapes[self.rows][name], dtype, self.locality.rows[name].axis, scale)
 
     def _stage(
         self,
-        stage: int,
         rows: int,
-        needs: tuple[Mapping[str, None], Sequence[int]],
+        values: Mapping[str, None],
+        places: Sequence[int],
         outputs: Sequence[str],
         stored: Mapping[str, Stored],
-        uses: Mapping[str, int],
     ) -> Stage:
-        values, places = needs
+        """Return a stage of these nodes. values: of earlier stages. rows: of the latents in a band."""
         nodes = [copied(self.models[rows].graph.node[place]) for place in places]
-        whole = self._read_whole(nodes, values)
+        whole = self._read_whole(nodes)
         read = {name for node in nodes for name in node.input}
-        banded = tuple(stored[name] for name in values if name in read)
         norms = tuple(norm for norm in self.norms if norm.scale in read)
-        names = [*(each.name for each in banded), *(name for norm in norms for name in norm.inputs)]
-        model = self._model(rows, nodes, names, {name: value for name, value in whole.items()}, outputs)
-        given = {name: stored.get(name) or self._stored(name) for name in outputs}
-        margin = max(ceil(self._wrong(name, places) / given[name].scale) for name in outputs)
-        drops = tuple(name for name, use in uses.items() if use == stage)
-        measured = tuple(norm for norm in self.norms if norm.source in outputs)
+        inputs = [name for name in values if name in read]
+        names = [*inputs, *(name for norm in norms for name in norm.inputs)]
+        model = self._model(rows, nodes, names, whole, outputs)
+        wrong = self._wrong(places)
         return Stage(
-            model, rows, margin, banded, {name: stored[value] for name, value in whole.items()}, norms,
-            tuple(given.values()), measured, drops, _size(model.graph),
-        )  # fmt: skip
+            model=model,
+            rows=rows,
+            margin=max(ceil(wrong[name] / stored[name].scale) for name in outputs),
+            banded=tuple(stored[name] for name in inputs),
+            whole={name: stored[value] for name, value in whole.items()},
+            norms=norms,
+            outputs=tuple(stored[name] for name in outputs),
+            measured=tuple(norm for norm in self.norms if norm.source in outputs),
+            size=graph_bytes(model.graph),
+        )
 
-    def _read_whole(self, nodes: Sequence[Any], values: Mapping[str, None]) -> dict[str, str]:
+    def _read_whole(self, nodes: Sequence[Any]) -> dict[str, str]:
         """Let nodes read whole values by names of their own; return these, with the values."""
         found = {}
         for node in nodes:
-            for place, name in enumerate(node.input):
-                if name in self.locality.whole_inputs(node):
-                    node.input[place] = f"{name}/whole"
-                    found[f"{name}/whole"] = name
+            for name in self.locality.whole_inputs(node):
+                node.input[list(node.input).index(name, 1)] = f"{name}/whole"
+                found[f"{name}/whole"] = name
         return found
 
-    def _wrong(self, name: str, places: Sequence[int]) -> int:
-        """Return how many rows of a value its stage makes wrong at an end of a band."""
-        shapes = [{key: shape_of(kind) for key, kind in self.types[count].items()} for count in (self.band, self.rows)]
-        local = Locality(shapes[0], shapes[1], self.locality._constants, self.band, self.rows)
-        made = {output for place in places for output in self.nodes[place].output}
+    def _wrong(self, places: Sequence[int]) -> dict[str, int]:
+        """Return how many rows of each value are wrong at an end of a band if only these nodes run in it."""
+        local = self._locality()
         for place in places:
-            for value in self.nodes[place].input:
-                if value in self.locality.rows and value not in made:
-                    local.rows[value] = type(self.locality.rows[value])(self.locality.rows[value].axis)
+            for name in self.nodes[place].input:
+                if name in self.locality.rows and name not in local.rows:
+                    local.rows[name] = Rows(self.locality.rows[name].axis)
             local.add(self.nodes[place])
-        return local.rows[name].wrong
+        return {name: rows.wrong for name, rows in local.rows.items()}
 
     def _model(
         self, rows: int, nodes: Sequence[Any], inputs: Iterable[str], whole: Mapping[str, str], outputs: Sequence[str]
@@ -286,29 +221,3 @@ class _Cut:
         for name in outputs:
             graph.output.add(name=name).type.CopyFrom(types[name])
         return specialize(model, {})
-
-
-def _key(node: Any) -> tuple[Any, ...]:
-    return node.op_type, *node.output
-
-
-def _bytes(element: int) -> int:
-    import onnx
-
-    return 2 if element in (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16) else 4
-
-
-def _size(graph: Any) -> int:
-    """Return the most bytes of a graph's values that exist at the same time, if each is freed after its last use. Inputs
-    and outputs exist all the time."""
-    sizes = {}
-    for name, kind in types_of(graph).items():
-        sizes[name] = prod(shape_of(kind)) * _bytes(kind.tensor_type.elem_type)
-    bound = {item.name for item in (*graph.input, *graph.output)}
-    uses = {name: place for place, node in enumerate(graph.node) for name in node.input if name in sizes}
-    now = most = sum(sizes[name] for name in bound)
-    for place, node in enumerate(graph.node):
-        now += sum(sizes[name] for name in node.output if name and name not in bound)
-        most = max(most, now)
-        now -= sum(sizes[name] for name in {*node.input, *node.output} if name in sizes and name not in bound and uses.get(name, place) == place)  # fmt: skip
-    return most

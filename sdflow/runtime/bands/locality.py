@@ -16,9 +16,10 @@ from typing import Any
 from sdflow.onnx_model.nodes import attribute
 from sdflow.runtime.bands.norms import MICROSOFT, Shape, refused
 
-PER_VALUE = frozenset(
-    "Abs Add Cast Clip Div Erf Exp Gelu Identity LeakyRelu Max Min Mul Neg Pow QuickGelu Relu Sigmoid Sqrt Sub Tanh".split()
-)
+PER_VALUE = frozenset({
+    "Abs", "Add", "Cast", "Clip", "Div", "Erf", "Exp", "Gelu", "Identity", "LeakyRelu", "Max", "Min", "Mul", "Neg", "Pow",
+    "QuickGelu", "Relu", "Sigmoid", "Sqrt", "Sub", "Tanh",
+})  # fmt: skip
 """Operators whose output values depend on the inputs' values at the same place."""
 
 MOVES = frozenset(["Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"])
@@ -93,9 +94,7 @@ class Locality:
 
     def per_value(self, node: Any, inputs: Sequence[Rows | None]) -> Rows | None:
         rank = len(self._band[node.output[0]])
-        axes = {
-            rank - len(self._band[name]) + rows.axis for name, rows in zip(node.input, inputs, strict=True) if rows
-        }
+        axes = {rank - len(self._band[name]) + rows.axis for name, rows in zip(node.input, inputs, strict=True) if rows}
         return Rows(axes.pop(), _most_wrong(inputs)) if len(axes) == 1 else None
 
     def conv(self, node: Any, inputs: Sequence[Rows | None]) -> Rows | None:
@@ -145,8 +144,8 @@ class Locality:
 
     def slice(self, node: Any, inputs: Sequence[Rows | None]) -> Rows | None:
         """A fixed number of rows may be left out at either end."""
-        first, given = inputs[0], [self._constants.get(name) for name in node.input[1:]]
-        if first is None or any(each is None for each in given):
+        first, given = inputs[0], [self._constants[name] for name in node.input[1:] if name in self._constants]
+        if first is None or len(given) < len(node.input) - 1:
             return None
         starts, _, axes, *steps = given if len(given) > 2 else [*given, range(len(given[0]))]
         rank = len(self._band[node.input[0]])

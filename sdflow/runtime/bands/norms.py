@@ -127,8 +127,8 @@ class _Edit:
             raise refused(node, "it has a scale or a bias")
         parameters = (shape[1], *(1 for _ in shape[2:]))
         norm = self._norm(node, source, 1, grouped[1], parameters)
-        self.replaced[before.output[0]] = self.replaced[node.output[0]] = []
-        self.replaced[after.output[0]] = self._affine(source, norm.scale, norm.shift, after.output[0])
+        self.replaced |= {before.output[0]: [], node.output[0]: []}
+        self.replaced[after.output[0]] = list(self._affine(source, norm.scale, norm.shift, after.output[0]))
         return norm
 
     def _values(self, name: str) -> set[float]:
@@ -177,10 +177,19 @@ class _Edit:
         if activation:
             yield from self._node("Sigmoid", [moved], gate, shape_like=shape)
             yield from self._node("Mul", [moved, gate], last, shape_like=shape)
-        yield from self._node("Cast", [last if activation else moved], result, shape_like=shape, element=element, to=element)
+        yield from self._node(
+            "Cast", [last if activation else moved], result, shape_like=shape, element=element, to=element
+        )
 
     def _node(
-        self, op_type: str, inputs: Sequence[str], output: str, *, shape_like: Shape, element: int = 1, **attributes: int
+        self,
+        op_type: str,
+        inputs: Sequence[str],
+        output: str,
+        *,
+        shape_like: Shape,
+        element: int = 1,
+        **attributes: int,
     ) -> Iterator[Any]:
         from onnx import helper
 
@@ -238,6 +247,4 @@ class Statistics:
         variance = squares.sum(1, keepdim=True) / (self.count * size)
         scale = (variance + norm.epsilon).rsqrt()
         found = {norm.scale: scale, norm.shift: -mean * scale}
-        return {
-            name: value.expand(norm.groups, size).reshape(norm.parameters).float() for name, value in found.items()
-        }
+        return {name: value.expand(norm.groups, size).reshape(norm.parameters).float() for name, value in found.items()}

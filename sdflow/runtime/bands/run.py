@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sdflow.machine.memory import HOST
-from sdflow.runtime.bands.decompose import Decomposition, Stage
 from sdflow.runtime.bands.norms import Norm, Statistics
+from sdflow.runtime.bands.stages import Decomposition, Stage
 from sdflow.runtime.sessions.bound import Bound, empty_inputs
 from sdflow.runtime.sessions.submodel import Submodel
 
@@ -35,7 +35,9 @@ class Bands:
         parameters: dict[str, torch.Tensor] = {}
         for place, stage in enumerate(self.parts.stages):
             made = {
-                value.name: torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=self.storage, pin_memory=pinned)
+                value.name: torch.empty(
+                    value.shape, dtype=getattr(torch, value.dtype), device=self.storage, pin_memory=pinned
+                )
                 for value in stage.outputs
             }
             statistics = {norm: Statistics(norm.axis) for norm in stage.measured}
@@ -43,7 +45,7 @@ class Bands:
             for norm, found in statistics.items():
                 parameters |= found.parameters(norm)
             stored |= made
-            for name in stage.drops:
+            for name in self.parts.drops[place]:
                 del stored[name]
         return stored[self.parts.output].to(self._half.place.device, non_blocking=True)
 
