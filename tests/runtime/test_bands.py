@@ -17,6 +17,7 @@ from fused import Fused
 from onnx import TensorProto, helper
 
 from sdflow.errors import PassError, TiledWarning
+from sdflow.machine.onnx_runtime import numpy_type
 from sdflow.models.ports import Role
 from sdflow.onnx_model.reading import load_graph
 from sdflow.runtime import vae
@@ -63,15 +64,16 @@ class Cut:
 
     def whole(self, graph: Any, image: torch.Tensor) -> np.ndarray:
         session = create_session(self.path, TARGETS["cpu"], graph=graph)
-        found: np.ndarray = session.run(None, {session.get_inputs()[0].name: image.numpy()})[0]
-        return found
+        (given,) = session.get_inputs()
+        found: np.ndarray = session.run(None, {given.name: image.to(getattr(torch, numpy_type(given))).numpy()})[0]
+        return found.astype(np.float32)
 
     def in_bands(self, image: torch.Tensor, lowered: bool = False) -> np.ndarray:
         def part_session(graph: Any, *, capture: bool) -> Any:
             return create_session(self.path, TARGETS["cpu"], graph=lower(graph).model if lowered else graph)
 
         half: Any = SimpleNamespace(place=place("cpu"), part_session=part_session)
-        return Bands(half, self.parts, "cpu")(image).numpy()
+        return Bands(half, self.parts, "cpu")(image).float().numpy()
 
 
 @pytest.fixture(params=WORKFLOWS)
@@ -177,8 +179,7 @@ def test_an_operator_that_may_read_any_row_is_refused(node: Any, why: str) -> No
 def test_bands_no_higher_than_their_margins_are_refused() -> None:
     names = ["x", "a", "b", "y"]
     convs = [
-        helper.make_node("Conv", [before, "w"], [after], after, pads=[1, 1, 1, 1])
-        for before, after in pairwise(names)
+        helper.make_node("Conv", [before, "w"], [after], after, pads=[1, 1, 1, 1]) for before, after in pairwise(names)
     ]
     graph = graph_of(*convs)
     graph.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((4, 4, 3, 3), np.float32), "w"))

@@ -13,7 +13,7 @@ are discarded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 from sdflow.errors import PassError
@@ -22,6 +22,9 @@ from sdflow.runtime.bands.locality import MOVES, Locality, Rows
 from sdflow.runtime.bands.norms import separate_norms, shape_of, types_of
 from sdflow.runtime.bands.stages import Decomposition, Stage, Stored, element_bytes, graph_bytes
 from sdflow.runtime.sessions.specialize import specialize
+
+STATISTICS_BYTES = 8
+"""Bytes per value that `Statistics` needs: it computes in float32, in two copies."""
 
 
 def decompose(model: Any, sizes: Callable[[int], Mapping[str, int]], rows: int, band: int) -> Decomposition:
@@ -170,6 +173,8 @@ class _Cut:
         names = [*inputs, *(name for norm in norms for name in norm.inputs)]
         model = self._model(rows, nodes, names, whole, outputs)
         wrong = self._wrong(places)
+        measured = tuple(norm for norm in self.norms if norm.source in outputs)
+        measuring = max((STATISTICS_BYTES * prod(self.shapes[rows][norm.source]) for norm in measured), default=0)
         return Stage(
             model=model,
             rows=rows,
@@ -178,8 +183,8 @@ class _Cut:
             whole={name: stored[value] for name, value in whole.items()},
             norms=norms,
             outputs=tuple(stored[name] for name in outputs),
-            measured=tuple(norm for norm in self.norms if norm.source in outputs),
-            size=graph_bytes(model.graph),
+            measured=measured,
+            size=graph_bytes(model.graph) + measuring,
         )
 
     def _read_whole(self, nodes: Sequence[Any]) -> dict[str, str]:

@@ -34,8 +34,8 @@ class Stage:
     model: a ModelProto of fixed shapes, whose weights refer to the artifact's data file. rows: of the latents in a band.
     margin: of them, those at an end of a band where the image goes on, whose results are discarded. banded: its inputs
     by bands. whole: names of inputs -> values that it reads whole. norms: those whose parameters are inputs. outputs:
-    its results, stored. measured: sources of norms among its outputs.
-    size: its values that exist at the same time, in bytes.
+    its results, stored. measured: norms whose sources are among its outputs. size: its values that exist at the same time,
+    in bytes, with what the statistics need.
     """
 
     model: Any

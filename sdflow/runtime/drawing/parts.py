@@ -115,6 +115,8 @@ class PipelineParts(LoadedPipeline):
         floats, checked = output_type == "np", self.family.checker in self.submodels
         with self.place.current():
             drawn, counts = self._decoded(latents)
+            if tiled is not None and decoder.blends:  # perhaps not known before
+                tiled = tiling(decoder, rows, columns, self.latents.scale, self.vae_tiles)
             drawn = drawn if kept is None else kept.over(drawn)
             shown = drawn if floats and not checked else rounded(drawn)
         pixels, counts = yield Fetch(self.place, [shown, counts])
