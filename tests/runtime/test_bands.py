@@ -50,7 +50,7 @@ class Cut:
         self.model, self.config = part.model, checkpoint.submodels[name].load["config"]
         self.path = folder / "model.onnx"
         self.graph = load_graph(self.path)
-        self.scale = self.model.scale(self.config)
+        self.scale = self.model.scale(self.config) or 1
         (port,) = self.model.ports(self.config).inputs
         self.factor = 1 if port.role is Role.LATENTS else self.scale
         self.shape = (1, port.axes[1], ROWS * self.factor, COLUMNS * self.factor)
@@ -66,14 +66,14 @@ class Cut:
         session = create_session(self.path, TARGETS["cpu"], graph=graph)
         (given,) = session.get_inputs()
         found: np.ndarray = session.run(None, {given.name: image.to(getattr(torch, numpy_type(given))).numpy()})[0]
-        return found.astype(np.float32)
+        return np.asarray(found, np.float32)
 
     def in_bands(self, image: torch.Tensor, lowered: bool = False) -> np.ndarray:
         def part_session(graph: Any, *, capture: bool) -> Any:
             return create_session(self.path, TARGETS["cpu"], graph=lower(graph).model if lowered else graph)
 
         half: Any = SimpleNamespace(place=place("cpu"), part_session=part_session)
-        return Bands(half, self.parts, "cpu")(image).float().numpy()
+        return np.asarray(Bands(half, self.parts, "cpu")(image).float())
 
 
 @pytest.fixture(params=WORKFLOWS)
