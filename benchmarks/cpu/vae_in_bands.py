@@ -60,11 +60,11 @@ def one(folder: Path, height: int, width: int, band: int, rounds: int, out: Path
         times.append(time.perf_counter() - begin)
         processor.append(time.process_time() - used)
     torch.save(image, out)
-    memory = (status("VmHWM") - before) / 1e6
-    print(
-        f"{said}: prepared in {prepared:.2f} s, {min(times):.2f} s an image ({min(processor):.2f} s of processor time), {memory:.0f} MB more at the peak",
-        flush=True,
+    memory, seconds = (
+        (status("VmHWM") - before) / 1e6,
+        f"{min(times):.2f} s an image ({min(processor):.2f} s of processor time)",
     )
+    print(f"{said}: prepared in {prepared:.2f} s, {seconds}, {memory:.0f} MB more at the peak", flush=True)
 
 
 def main() -> None:
