@@ -17,6 +17,9 @@ unquantized one.
 
     python benchmarks/cpu/quantized_pipeline.py samples/shapes-klein SIXTEEN FLOAT8 --steps 4 --guidance 1 --device cuda
 
+    sdflow run shapes --target webgpu --no-evaluate --no-verify
+    python benchmarks/cpu/quantized_pipeline.py samples/shapes pipelines/shapes-webgpu --device webgpu
+
 All pipelines generate the fixed cases of the sample's evaluation from the same latents, a batch each in turn, in one
 process with one thread. Prints the share of images that match the prompt, processor time per image, the size of the
 submodels, and PSNR and SSIM of each pipeline's images against the first's. --json: the same in a file.
@@ -24,7 +27,7 @@ submodels, and PSNR and SSIM of each pipeline's images against the first's. --js
 A pipeline for the CPU runs as usual, as does one for a GPU with --device of its target. Otherwise it is lowered as in
 `sdflow verify` and runs in diffusers' loop: its images follow the definitions of its operators, rounded where the target
 rounds, and its processor time says nothing about the target. The first folder may be diffusers' own: its pipeline runs
-in float32 on --device.
+in float32 on --device, for `webgpu` on CUDA where there is a GPU of NVIDIA's.
 """
 
 from __future__ import annotations
@@ -87,9 +90,10 @@ def named(folder: Path) -> str:
 
 
 def of_diffusers(folder: Path, steps: int, guidance: float, device: str) -> tuple[str, Draw]:
-    """As below, by diffusers' own pipeline of a folder."""
+    """As below, by diffusers' own pipeline of a folder. device: a target; PyTorch runs on CUDA in place of WebGPU."""
     import diffusers
 
+    device = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32).to(device)
     pipeline.set_progress_bar_config(disable=True)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
@@ -210,7 +214,7 @@ def main() -> None:
     parser.add_argument("--guidance", type=float, default=7.5)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "webgpu"))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

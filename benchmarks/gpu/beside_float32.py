@@ -6,14 +6,14 @@
 
 WEIGHTS/NAME: output of benchmarks/gpu/with_weights.py, all of one checkpoint. diffusers' own pipeline runs in float32
 (TensorFloat-32 off) with the same weights and initial latents, and the inputs of each submodel are recorded. Each
-artifact gets the same inputs. So does PyTorch in the artifact's 16-bit type, which is the yardstick. Then the final
-latents and the image are compared. PyTorch's float16 and bfloat16 pipelines are measured too, with eager times.
-`float8` is bfloat16 with the denoiser's large Linears in float8 (float8_linear.py), the yardstick of float8 denoisers.
---compiled: also time a step of each, and PyTorch's with compiled repeated blocks, in turns in one process. --profile:
-with its kernels. --processes: number of processes that create random weights. --lock: a file; its holder uses the
-device while others load. --graphs: pipelines without weights that with_weights.py is still working on; each is waited
-for. FILE is updated after each part. The exit status is 1 if a node is not on the device, a distance exceeds
-FLOAT16_RATIO yardsticks, a value is not finite, or a part failed.
+artifact gets the same inputs. So does PyTorch in the artifact's 16-bit type, which is the yardstick: a whole pipeline
+of --torch, or the submodel alone. Then the final latents and the image are compared. PyTorch's float16 and bfloat16
+pipelines are measured too, with eager times. `float8` is bfloat16 with the denoiser's large Linears in float8
+(float8_linear.py), the yardstick of float8 denoisers. --compiled: also time a step of each, and PyTorch's with compiled
+repeated blocks, in turns in one process. --profile: with its kernels. --processes: number of processes that create
+random weights. --lock: a file; its holder uses the device while others load. --graphs: pipelines without weights that
+with_weights.py is still working on; each is waited for. FILE is updated after each part. The exit status is 1 if a node
+is not on the device, a distance exceeds FLOAT16_RATIO yardsticks, a value is not finite, or a part failed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,8 @@ from benchmarks.gpu.random_weights import made_by
 from benchmarks.gpu.unattended import Results, device_alone, wait_for
 
 Tensors = dict[str, torch.Tensor]
-PLAIN = ("bfloat16", "float16", FLOAT8)
+HALVES = ("bfloat16", "float16")
+PLAIN = (*HALVES, FLOAT8)
 
 
 @dataclass
@@ -224,6 +225,34 @@ def plain_torch(
     return found, networks[checkpoint.family.denoiser]
 
 
+def yardsticks(checkpoint: Any, pipeline: Any, options: Any, reference: Reference) -> dict[str, list[dict[str, float]]]:
+    """By type and submodel, the distances of PyTorch's in 16 bits that no pipeline of --torch has. One at a time: a second
+    pipeline may not fit beside that in float32."""
+    from sdflow.manifest import read_manifest
+
+    found, networks = dict[str, list[dict[str, float]]](), networks_of(checkpoint, pipeline)
+    for folder in [(options.graphs or options.weights) / name for name in options.names]:
+        for name, chain in read_manifest(folder).origin.chains.items():
+            kind = kind_of(chain, options.target)
+            if kind in options.torch or kind not in HALVES or name not in reference.cases or f"{kind} {name}" in found:
+                continue
+            network = replace(networks[name], module=copy.deepcopy(networks[name].module))
+            network.to_half(kind)
+            found[f"{kind} {name}"] = [
+                relative(forward(network, inputs, options.device, halves_of(kind)), outputs)
+                for _, inputs, outputs in reference.cases[name]
+            ]
+    return found
+
+
+def kind_of(chain: Any, target: str) -> str:
+    """The type of PyTorch that a submodel is measured against. ONNX Runtime's CUDA provider computes float32 in
+    TensorFloat-32, which has as many digits as float16."""
+    if chain.quantized is not None:
+        return FLOAT8 if chain.quantized.to.startswith(FLOAT8) else chain.quantized.to
+    return "float16" if chain.precision == "float32" and target == "cuda" else chain.precision
+
+
 def weights_gb(module: Any) -> float:
     return sum(each.numel() * each.element_size() for each in (*module.parameters(), *module.buffers())) / 1e9
 
@@ -241,9 +270,15 @@ def peak_gb(found: dict[str, Any], device: str) -> Iterator[None]:
 
 
 def artifact(
-    folder: Path, options: Any, reference: Reference, latents: torch.Tensor, plain: Mapping[str, Any]
+    folder: Path,
+    options: Any,
+    reference: Reference,
+    latents: torch.Tensor,
+    plain: Mapping[str, Any],
+    alone: Mapping[str, Any],
 ) -> tuple[dict[str, Any], Any]:
-    """What a pipeline of sdflow gives on the device, beside that; and the pipeline."""
+    """What a pipeline of sdflow gives on the device, beside that; and the pipeline. alone: yardsticks that are in no
+    pipeline of `plain`."""
     import numpy as np
 
     from sdflow.manifest import read_manifest
@@ -263,12 +298,10 @@ def artifact(
                 key: torch.from_numpy(np.float32(value)) for key, value in pipeline.submodels[name](**given).items()
             }
             distances = relative(ours, {key: value for key, value in outputs.items() if key in ours})
-            # ONNX Runtime's CUDA provider computes float32 in TensorFloat-32, which has as many digits as float16.
-            kind = "float16" if precision == "float32" and options.target == "cuda" else precision
-            quantized = chains[name].quantized
+            quantized, kind = chains[name].quantized, kind_of(chains[name], options.target)
             if quantized is not None:
-                precision = kind = FLOAT8 if quantized.to.startswith(FLOAT8) else quantized.to
-            yardstick = plain.get(kind, {}).get("submodels", {}).get(name)
+                precision = kind
+            yardstick = plain.get(kind, {}).get("submodels", {}).get(name, alone.get(f"{kind} {name}"))
             stated = (quantized and quantized.limit) or FLOAT32_AT_MOST
             for key, value in distances.items():
                 most = FLOAT16_RATIO * yardstick[index][key] if yardstick else stated
@@ -407,6 +440,9 @@ def measure(options: Any, results: Results, loaded: list[Any], checkpoint: Any) 
                 denoisers[dtype] = denoiser
             del denoiser
         gc.collect()
+    found["alone"] = {}
+    with results.part("PyTorch's submodels of other types"):
+        found["alone"] = yardsticks(checkpoint, pipeline, options, reference)
     del pipeline
     gc.collect()
     if options.device == "cuda":
@@ -416,7 +452,9 @@ def measure(options: Any, results: Results, loaded: list[Any], checkpoint: Any) 
         with results.part(f"{name} on {options.target}"):
             if options.graphs is not None:
                 wait_for(options.weights / name)
-            found["sdflow"][name], ours = artifact(options.weights / name, options, reference, latents, found["torch"])
+            found["sdflow"][name], ours = artifact(
+                options.weights / name, options, reference, latents, found["torch"], found["alone"]
+            )
             if options.compiled:
                 runs[f"sdflow {name}"] = our_run(ours, PROMPT, latents, options.call)
             del ours

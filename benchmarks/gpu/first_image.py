@@ -1,21 +1,21 @@
 """Time a process from its start to its first image: with no kernels in the cache, then with those that an earlier process left.
 
-    python benchmarks/gpu/first_image.py PIPELINE [--processes 3] [--steps 50] [--size N] [--target cuda] [--profile]
-        [--json FILE]
+    python benchmarks/gpu/first_image.py PIPELINE [--processes 3] [--steps 50] [--size N] [--target cuda]
+        [--command [--unchecked]] [--imports] [--timeline] [--json FILE]
 
 PIPELINE: with weights (of benchmarks/gpu/with_weights.py, or built). The first process finds an empty $SDFLOW_KERNELS, so it
 compiles and proves sdflow's kernels. Each process prints seconds since it started, after its imports, after loading, and
-after its first and second images; the second image is the time of a warm one. --profile: a further process, slower than the
-others, tells which packages' imports and which functions of its main thread take the time.
+after its first and second images; the second image is the time of a warm one. --command: twice
+`sdflow generate PIPELINE`, from its start to the file and to its end, with the safety checker and without.
+--unchecked: with --no-check, which the output of with_weights.py needs. --imports: a further process, slower than the others,
+tells which packages' imports take the time. --timeline: what the last process did, and when. --json: everything.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import json
 import os
-import pstats
 import re
 import subprocess
 import sys
@@ -23,67 +23,102 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu.spans import Spans
 
 BEGUN = "FIRST_IMAGE_BEGUN"
 """Variable with the time at which a process was started."""
 IMPORTED = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+([\w]+)")
 """A line of `python -X importtime`: microseconds of a module without what it imports."""
-TOLD = 25
-"""Functions, and half as many packages, that a profile tells."""
+PACKAGES = 10
+SHORTEST = 0.03
+"""Seconds of the shortest span that is printed."""
+PROMPT = "a red fox in the snow"
 
 
 def child(options: argparse.Namespace) -> None:
     begun = float(os.environ[BEGUN])
     found: dict[str, float] = {}
+    processor: dict[str, float] = {}
 
     def note(what: str) -> None:
         found[what] = round(time.time() - begun, 2)
+        processor[what] = round(time.process_time(), 2)
 
+    note("started")
     import torch  # before ONNX Runtime
 
+    note("torch")
     from sdflow.machine.diffusers_alone import import_diffusers_alone
     from sdflow.runtime.pipeline import Pipeline
 
     import_diffusers_alone()  # as `sdflow generate` does
     note("imported")
-    profile = cProfile.Profile()
-    if options.profile:
-        profile.enable()
-    pipeline = Pipeline.load(options.pipeline, options.target, checker=False)
-    note("loaded")
+    spans = Spans(begun)
+    spans.watch()
     size = {} if options.size is None else {"height": options.size, "width": options.size}
+    pipeline = Pipeline.load(options.pipeline, options.target, checker=False, first=size)
+    note("loaded")
     for which in ("first image", "second image"):
         generator = torch.Generator().manual_seed(0)
-        pipeline("a red fox in the snow", num_inference_steps=options.steps, generator=generator, **size)
+        pipeline(PROMPT, num_inference_steps=options.steps, generator=generator, **size)
         note(which)
-        profile.disable()
-    if options.profile:
-        pstats.Stats(profile).sort_stats("cumulative").print_stats(TOLD)
-    print(json.dumps(found))
+    print(json.dumps({"wall": found, "processor": processor, "spans": spans.told()}))
 
 
-def run(kernels: str, *, profile: bool = False) -> dict[str, float]:
-    """What a process says. profile: print where its time goes, too."""
-    arguments = [each for each in sys.argv if profile or each != "--profile"]
+def environment(kernels: str) -> dict[str, str]:
+    return {**os.environ, "SDFLOW_KERNELS": kernels, "CUDA_CACHE_PATH": kernels, BEGUN: repr(time.time())}
+
+
+def run(kernels: str, *, imports: bool = False) -> dict[str, Any]:
+    """What a process says. imports: print the packages whose imports take longest, too."""
     done = subprocess.run(
-        [sys.executable, *(["-X", "importtime"] if profile else []), *arguments, "--child"],
-        env={**os.environ, "SDFLOW_KERNELS": kernels, "CUDA_CACHE_PATH": kernels, BEGUN: repr(time.time())},
+        [sys.executable, *(["-X", "importtime"] if imports else []), *sys.argv, "--child"],
+        env=environment(kernels),
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE if profile else None,
+        stderr=subprocess.PIPE if imports else None,
         text=True,
         check=True,
     )
-    if profile:
+    if imports:
         packages = Counter[str]()
         for microseconds, package in IMPORTED.findall(done.stderr):
             packages[package] += int(microseconds)
-        for package, spent in packages.most_common(TOLD // 2):
-            print(f"  {spent / 1e6:6.2f} s of imports: {package}")
-        print(*(f"  {line}" for line in done.stdout.splitlines()[:-1] if line.strip()), sep="\n", flush=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+        longest = (f"{package} {spent / 1e6:.2f}" for package, spent in packages.most_common(PACKAGES))
+        print(f"imports, s: {', '.join(longest)}; all {sum(packages.values()) / 1e6:.2f}", flush=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def run_command(kernels: str, options: argparse.Namespace, *more: str) -> dict[str, float]:
+    """Seconds from the start of `sdflow generate` to its image, and to its end."""
+    with tempfile.TemporaryDirectory() as out:
+        size = [] if options.size is None else ["--height", str(options.size), "--width", str(options.size)]
+        begun = time.time()
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "sdflow", "generate", str(options.pipeline), "--prompt", PROMPT, "--out", out),
+                *("--target", options.target, "--steps", str(options.steps), "--seed", "0", *size, *more),
+                *(["--no-check"] if options.unchecked else []),
+            ],
+            env=environment(kernels),
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+        ended = time.time()
+        (image,) = Path(out).glob("*.png")
+        return {"image": round(image.stat().st_mtime - begun, 2), "ended": round(ended - begun, 2)}
+
+
+def print_timeline(spans: list[dict[str, Any]]) -> None:
+    """Spans in order of their starts, those of other threads under the one that they began in."""
+    for each in spans:
+        if each["seconds"] >= SHORTEST:
+            where = "  " * each["depth"] + each["what"]
+            print(f"{each['start']:7.2f} {each['seconds']:6.2f} s  thread {each['thread']:2}  {where}")
 
 
 def main() -> None:
@@ -93,22 +128,37 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--size", type=int)
     parser.add_argument("--target", default="cuda")
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--command", action="store_true")
+    parser.add_argument("--unchecked", action="store_true")
+    parser.add_argument("--imports", action="store_true")
+    parser.add_argument("--timeline", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         child(options)
         return
-    found = []
+    found: dict[str, list[Any]] = {"load": [], "command": []}
+
+    def note(kind: str, measured: dict[str, Any]) -> None:
+        found[kind].append(measured)
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1))
+
     with tempfile.TemporaryDirectory() as kernels:
         for number in range(options.processes):
-            found.append(run(kernels))
-            print(f"{'kept kernels' if number else 'no kernels'}: {found[-1]}", flush=True)
-            if options.json:
-                options.json.write_text(json.dumps(found, indent=1))
-        if options.profile:
-            print(f"profiled: {run(kernels, profile=True)}", flush=True)
+            note("load", run(kernels))
+            last = found["load"][-1]
+            print(f"{'kept kernels' if number else 'no kernels'}: {last['wall']}", flush=True)
+        print(f"its processor time: {last['processor']}", flush=True)
+        for _ in range(2 if options.command else 0):
+            for more in ((), ("--no-safety-checker",)):
+                note("command", run_command(kernels, options, *more))
+                print(f"sdflow generate {' '.join(more)}: {found['command'][-1]}", flush=True)
+        if options.imports:
+            run(kernels, imports=True)
+        if options.timeline:
+            print_timeline(last["spans"])
 
 
 if __name__ == "__main__":

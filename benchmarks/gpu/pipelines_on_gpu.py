@@ -37,6 +37,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.gpu.image_latency import session_of
+
 PROMPT = "a photo of an astronaut riding a horse on mars"
 REFINER = "refiner"
 """The folder in a base's, where `sdflow run` puts it."""
@@ -201,7 +203,7 @@ def placements(pipeline: Any, folder: Path) -> None:
         for attribute in ("_text", "_step"):
             if hasattr(denoiser, attribute):
                 path = (folder / pipeline.family.denoiser / "model.onnx").resolve()
-                say(f"  {attribute}: {placement(getattr(denoiser, attribute).session, path)}")
+                say(f"  {attribute}: {placement(session_of(getattr(denoiser, attribute)), path)}")
 
 
 def measure(name: str, calls: list[dict[str, Any]], options: argparse.Namespace) -> None:

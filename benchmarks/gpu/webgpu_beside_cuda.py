@@ -1,17 +1,18 @@
 """Compare a pipeline through WebGPU with the same one on CUDA: times per step and image, node placement, distances.
 
     python benchmarks/gpu/webgpu_beside_cuda.py WEIGHTS NAME [NAME ...] [--engines float32 cuda webgpu] [--steps 20]
-        [--size N] [--guidance 5] [--rounds 5] [--seconds 40] [--deadline N] [--processes 1] [--json FILE] [--images DIR]
-        [--graphs DIR]
+        [--size N] [--guidance 5] [--rounds 5] [--seconds 40] [--deadline N] [--limit N] [--processes 1] [--json FILE]
+        [--images DIR] [--graphs DIR]
 
 WEIGHTS/NAME_cuda, WEIGHTS/NAME_webgpu: output of benchmarks/gpu/with_weights.py; one that is still being made is waited
 for. Each engine runs in a process of its own, one after the other, so that none takes the other's memory, and draws the
 same latents. `float32` is diffusers' own pipeline in float32 (TensorFloat-32 off), the yardstick of the distances; the
 engines after it also run each submodel on the inputs that it had there. Rounds are repeated until --seconds have
 passed. A step is the difference between all and half the steps; an image ends on the host. Memory and load are the
-driver's, of the whole device. --deadline: no engine is started after so many seconds, and one that runs is ended. FILE
-is updated after each engine. The exit status is 1 if an engine failed, a node is not on the GPU, or a value is not
-finite. `--engines float32 cpu webgpu` compares with the target `cpu`, to try it without an NVIDIA GPU.
+driver's, of the whole device. What an engine has found is printed at once, the step first, and kept if the engine fails
+or is ended. --deadline: no engine is started after so many seconds, and one that runs is ended; --limit: seconds that an
+engine may run. FILE is updated after each engine. The exit status is 1 if an engine failed, a node is not on the GPU,
+or a value is not finite. `--engines float32 cpu webgpu` compares with the target `cpu`, to try it without an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from benchmarks.gpu.unattended import Results, wait_for
 
 FLOAT32 = "float32"
 CASES = ".pt"
+ARRAYS = ".npz"
 SAMPLE_MS = 100
 
 
@@ -115,45 +116,59 @@ def built(folder: Path, target: str, options: argparse.Namespace) -> tuple[dict[
     from sdflow.runtime.pipeline import Pipeline
     from sdflow.targets import TARGETS
 
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"errors": dict[str, str]()}
     begun = time.perf_counter()
+
+    def seen(what: str, **values: Any) -> None:
+        found.update(values)
+        options.child.write_text(json.dumps(found))
+        print(f"  {folder.name}, {time.perf_counter() - begun:.1f} s: {what}", flush=True)
+
     pipeline = Pipeline.load(folder, target, checker=False)
     what = pipeline.latents
-    size = options.size or what.image_size
+    size = found["size"] = options.size or what.image_size
     shape = (1, what.channels, size // what.scale, size // what.scale)
     latents = torch.randn(shape, generator=torch.Generator().manual_seed(7))
 
-    def draw(kind: str, steps: int = options.steps) -> Any:
+    def draw(kind: str, steps: int = options.steps, **more: Any) -> Any:
         call = {**call_of(options, size), "num_inference_steps": steps}
-        return np.float32(pipeline(PROMPT, latents=latents, output_type=kind, **call).images)
+        return np.float32(pipeline(PROMPT, latents=latents, output_type=kind, **call, **more).images)
 
-    ends = {"latents": draw("latent")}
-    found["latents_s"] = time.perf_counter() - begun
-    found["placement"] = placements(pipeline, folder)
-    options.child.write_text(json.dumps(found))
-    found["errors"] = dict[str, str]()
+    told = {
+        "callback_on_text_end": lambda: seen("the prompt is encoded"),
+        "callback_on_step_end": lambda index, *_: seen(f"step {index + 1}"),
+    }
+    ends = {"latents": draw("latent", **told)}
+    np.savez(options.child.with_suffix(ARRAYS), **ends)
+    placed = placements(pipeline, folder)
+    nodes = ", ".join(f"{label} {each['nodes']}, fallen {len(each['fallen'])}" for label, each in placed.items())
+    seen(f"first latents; {nodes}", latents_s=time.perf_counter() - begun, placement=placed)
     runs: dict[str, Callable[[], Any]] = {
         "steps": lambda: draw("latent"),
         "half": lambda: draw("latent", options.steps // 2),
     }
+
+    def step_ms(times: dict[str, list[float]]) -> float:
+        whole, half = (statistics.median(times[each]) for each in ("steps", "half"))
+        return (whole - half) / (options.steps - options.steps // 2)
+
+    times = measure(runs, 1, options.seconds)
+    seen(f"a step {step_ms(times):.1f} ms, once", times_ms=times, step_ms=step_ms(times))
     try:
         ends["image"] = draw("np")
         runs["image"] = lambda: draw("np")
-        found["first_image_s"] = time.perf_counter() - begun
+        seen("first image", first_image_s=time.perf_counter() - begun)
     except Exception:  # noqa: BLE001  the steps are measured all the same
         found["errors"]["image"] = traceback.format_exc()
-    options.child.write_text(json.dumps(found))
+        seen("no image", placement=placements(pipeline, folder))
+    np.savez(options.child.with_suffix(ARRAYS), **ends)
     with watched(found):
         times = measure(runs, options.rounds, options.seconds)
-    middle = {each: statistics.median(every) for each, every in times.items()}
-    found |= {
-        "size": size,
-        "times_ms": times,
-        "step_ms": (middle["steps"] - middle["half"]) / (options.steps - options.steps // 2),
-        "placement": placements(pipeline, folder),
-    }
-    if "image" in middle:
-        found |= {"image_ms": middle["image"], "decode_ms": middle["image"] - middle["steps"]}
+    seen(f"a step {step_ms(times):.1f} ms", times_ms=times, step_ms=step_ms(times))
+    if "image" in times:
+        image, steps = (statistics.median(times[each]) for each in ("image", "steps"))
+        seen(f"an image {image:.0f} ms", image_ms=image, decode_ms=image - steps)
+    found["placement"] = placements(pipeline, folder)
     if options.cases is not None:
         found["submodels"] = compared(pipeline, options.cases, found["errors"])
         found["placement"] |= placements(pipeline, folder)
@@ -202,25 +217,25 @@ def child(options: argparse.Namespace) -> None:
     else:
         found, ends = built(options.weights / f"{name}_{engine}", engine, options)
     found["finite"] = bool(all(np.isfinite(each).all() for each in ends.values()))
-    np.savez(options.child.with_suffix(".npz"), **ends)
+    np.savez(options.child.with_suffix(ARRAYS), **ends)
     options.child.write_text(json.dumps(found))
 
 
-def distances(ends: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Of each two engines: of the latents and of the image."""
+def compare_with(right: str, ends: dict[str, dict[str, Any]], found: dict[str, dict[str, float]]) -> None:
+    """Add and print the distances of an engine's latents and image from those of each engine before it."""
     from benchmarks.gpu.pipelines_on_gpu import distance
     from sdflow.distance import psnr
 
-    found = {}
-    for right, left in combinations(ends, 2):
-        mine, other = ends[left], ends[right]
-        found[f"{left} from {right}"] = {"latents": distance(mine["latents"], other["latents"])}
+    mine = ends[right]
+    for left, other in ends.items():
+        if left == right:
+            continue
+        each = found[f"{right} from {left}"] = {"latents": distance(mine["latents"], other["latents"])}
+        image = ""
         if "image" in mine and "image" in other:
-            found[f"{left} from {right}"] |= {
-                "image": distance(mine["image"], other["image"]),
-                "psnr": psnr(mine["image"], other["image"]),
-            }
-    return found
+            each |= {"image": distance(mine["image"], other["image"]), "psnr": psnr(mine["image"], other["image"])}
+            image = f", image {each['image']:.4f}, {each['psnr']:.1f} dB"
+        print(f"  {right} from {left}: latents {each['latents']:.4f}{image}", flush=True)
 
 
 def fallen(found: dict[str, Any]) -> list[str]:
@@ -230,8 +245,6 @@ def fallen(found: dict[str, Any]) -> list[str]:
 
 def table(name: str, found: dict[str, Any]) -> None:
     for engine, each in found["engines"].items():
-        if "step_ms" not in each and "latents_s" in each:
-            print(f"{name} {engine}: first latents after {each['latents_s']:.1f} s; ended before it was measured")
         if "step_ms" in each:
             nodes = sum(sum(part["nodes"].values()) for part in each["placement"].values())
             memory = (
@@ -245,13 +258,10 @@ def table(name: str, found: dict[str, Any]) -> None:
                 print(
                     f"  an image {each['image_ms']:.0f} ms ({each['decode_ms']:.0f} after the steps), the first after"
                 )
-                print(f"  {each['first_image_s']:.1f} s")
+                print(f"  {each['first_image_s']:.1f} s", flush=True)
         for submodel, distances_of in each.get("submodels", {}).items():
             said = ", ".join(f"{what} {distance:.1e}" for what, distance in distances_of.items())
             print(f"    {submodel} on float32's inputs: {said}")
-    for pair, each in found["distances"].items():
-        image = f", image {each['image']:.4f}, {each['psnr']:.1f} dB" if "image" in each else ""
-        print(f"  {pair}: latents {each['latents']:.4f}{image}", flush=True)
 
 
 def compare(name: str, options: argparse.Namespace, results: Results, end: float) -> None:
@@ -277,16 +287,17 @@ def compare(name: str, options: argparse.Namespace, results: Results, end: float
                 given = ["--cases", str(cases)] if engine in built_for and cases.exists() else []
                 command = [sys.executable, __file__, str(options.weights), name, "--engines", engine]
                 try:
-                    subprocess.run([*command, "--child", str(out), *given, *more], check=True, timeout=left)
+                    patience = min(left, options.limit)
+                    subprocess.run([*command, "--child", str(out), *given, *more], check=True, timeout=patience)
                 finally:  # also of an engine that failed or was ended
                     if out.exists():
-                        found["engines"][engine] = json.loads(out.read_text())
-                each = found["engines"][engine]
-                with np.load(out.with_suffix(".npz")) as arrays:
-                    ends[engine] = dict(arrays)
-                found["distances"] = distances(ends)
-                if options.images is not None and "image" in ends[engine]:
-                    save(options.images / f"{name}_{engine}.png", ends[engine]["image"][0])
+                        each = found["engines"][engine] = json.loads(out.read_text())
+                    if (arrays := out.with_suffix(ARRAYS)).exists():
+                        with np.load(arrays) as drawn:
+                            ends[engine] = dict(drawn)
+                        compare_with(engine, ends, found["distances"])
+                        if options.images is not None and "image" in ends[engine]:
+                            save(options.images / f"{name}_{engine}.png", ends[engine]["image"][0])
                 if problems := problems_of(each):
                     raise RuntimeError("; ".join(problems))
     table(name, found)
@@ -317,6 +328,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--deadline", type=float, default=float("inf"))
+    parser.add_argument("--limit", type=float, default=float("inf"))
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--images", type=Path)

@@ -1,15 +1,16 @@
 """Compare images of a pipeline whose weights do not fit on the device together with the same images when all weights
 fit.
 
-    python benchmarks/gpu/weights_in_turns.py PIPELINE --gb 10 [--size 1024] [--steps 4] [--guidance 0] [--images 3] [--json FILE]
+    python benchmarks/gpu/weights_in_turns.py PIPELINE --gb 15 7.5 [--size 1024] [--steps 4] [--guidance 0] [--images 3]
+        [--json FILE]
 
-PIPELINE: with weights (benchmarks/gpu/with_weights.py). Each variant runs in a separate process. In the second, memory
-is reserved so that only --gb of the device are free at its start, including CUDA's context: the device itself sets the
-limit. The latents of both must be bit-identical. Submodels that do not fit by themselves are streamed; what is printed
-says how long these copies take alone, what a step computes, and what of the copies it does not hide
-(benchmarks/gpu/stream_times.py). The image may differ if the VAE is tiled. The second process imports while the first
-one draws, and both say on stderr what the device's memory holds before and after each part of an image, and when one
-fails.
+PIPELINE: with weights (benchmarks/gpu/with_weights.py). The images with all weights, and those of each limit, are drawn
+by processes of their own. For a limit, memory is reserved so that only that many GB of the device are free once CUDA's
+context exists: the device itself sets the limit. The latents must be bit-identical to those with all weights.
+Submodels that do not fit by themselves are streamed; what is printed says how long these copies take alone, what a step
+computes, and what of the copies it does not hide (benchmarks/gpu/stream_times.py). The image may differ if the VAE is
+tiled. The processes import while the first one draws, and all say on stderr what the device's memory holds before and
+after each part of an image, and when one fails. The exit status is 1 if a process failed or latents differ.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from stream_times import Watch, copied_per_second, memories, report, streamed
+from stream_times import Watch, copied_per_second, memories, report, steady, streamed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 GO = "go\n"
+ALL = "all"
+"""What the way is called that has all weights on the device, as `keep` does."""
+INFINITE = float("inf")
+"""Its limit, in GB."""
 
 
 class Memory:
@@ -72,12 +77,13 @@ def child(options: argparse.Namespace, latents: Path) -> None:
     if sys.stdin.readline() != GO:  # the other process has ended
         return
     torch.cuda.init()
-    speed = copied_per_second() if options.child == "fit" else None
+    limited = options.child != INFINITE
+    speed = copied_per_second() if limited else None
     torch.cuda.empty_cache()
     at_first = torch.cuda.mem_get_info()[0]
     held = None
-    if options.child == "fit":
-        held = torch.empty(at_first - int(options.gb * 1e9), dtype=torch.uint8, device="cuda")
+    if limited:
+        held = torch.empty(at_first - int(options.child * 1e9), dtype=torch.uint8, device="cuda")
     memory = Memory(at_first, 0 if held is None else torch.cuda.memory_reserved())
     memory.tell("start")
     try:
@@ -103,7 +109,8 @@ def drawn(options: argparse.Namespace, latents: Path, memory: Memory) -> dict[st
     from sdflow.runtime.pipeline import Pipeline
 
     begun = time.perf_counter()
-    pipeline = memory.pipeline = Pipeline.load(options.pipeline, "cuda", keep=options.child, checker=False)
+    keep = ALL if options.child == INFINITE else "fit"
+    pipeline = memory.pipeline = Pipeline.load(options.pipeline, "cuda", keep=keep, checker=False)
     loaded, seconds, parts, last = time.perf_counter() - begun, [], [], None
 
     def passed(since: float) -> float:
@@ -154,30 +161,40 @@ def drawn(options: argparse.Namespace, latents: Path, memory: Memory) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pipeline", type=Path)
-    parser.add_argument("--gb", type=float, required=True)
+    parser.add_argument("--gb", type=float, nargs="+", required=True)
     parser.add_argument("--size", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--guidance", type=float, default=0.0)
     parser.add_argument("--images", type=int, default=3)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--child", choices=("all", "fit"), help=argparse.SUPPRESS)
+    parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--latents", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
+    if options.child is not None:
         child(options, options.latents)
         return
+    found = compared(options)
+    if options.json:
+        options.json.write_text(json.dumps({**vars(options), **found}, default=str, indent=1))
+    same = [each["same"]["latents"] for each in found.values() if "same" in each]
+    sys.exit(len(same) < len(options.gb) or not all(same))
+
+
+def compared(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What was found with all weights, `all`, and with each limit, and how they compare."""
     import numpy as np
 
-    found: dict[str, dict] = {}
+    ways = {ALL: INFINITE, **{f"{gb:g} GB": gb for gb in options.gb}}
+    found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         children = {
             way: subprocess.Popen(
-                [sys.executable, *sys.argv, "--child", way, "--latents", f"{scratch}/{way}.npz"],
+                [sys.executable, *sys.argv, "--latents", f"{scratch}/{way}.npz", "--child", str(gb)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            for way in ("all", "fit")
+            for way, gb in ways.items()
         }
         for way, process in children.items():
             said, _ = process.communicate(GO)
@@ -186,16 +203,27 @@ def main() -> None:
                 continue
             found[way] = json.loads(said.splitlines()[-1])
             print(way, found[way], flush=True)
-        if len(found) == 2:
-            a, b = (np.load(f"{scratch}/{way}.npz") for way in ("all", "fit"))
-            found["same"] = {name: bool(np.array_equal(a[name], b[name])) for name in a.files}
-            found["distance"] = {name: float(np.abs(a[name] - b[name]).max()) for name in a.files}
-            found["ratio"] = {"image": found["fit"]["image_s"] / found["all"]["image_s"]}
-            found["ratio"]["steps"] = found["fit"]["parts"]["steps_s"] / found["all"]["parts"]["steps_s"]
-            report(found)
-            print(found["same"], found["distance"], found["ratio"])
-    if options.json:
-        options.json.write_text(json.dumps({**vars(options), **found}, default=str, indent=1))
+        for way, each in found.items():
+            if way == ALL or ALL not in found:
+                continue
+            a, b = (np.load(f"{scratch}/{name}.npz") for name in (ALL, way))
+            each["same"] = {name: bool(np.array_equal(a[name], b[name])) for name in a.files}
+            each["distance"] = {name: float(np.abs(a[name] - b[name]).max()) for name in a.files}
+            each["ratio"] = {"image": each["image_s"] / found[ALL]["image_s"]}
+            each["ratio"]["steps"] = each["parts"]["steps_s"] / found[ALL]["parts"]["steps_s"]
+            print(f"\n{way} of the device:")
+            report(found[ALL], each)
+            print(each["same"], each["distance"], each["ratio"])
+    print(f"\n{options.pipeline.name}, {options.steps} steps: way, most memory in GB, a step and an image in ms")
+    for way, each in found.items():
+        told = f"  {way:8} {each['bytes'] / 1e9:6.2f} {steady(each):8.1f} {1000 * each['image_s']:8.0f}"
+        if "same" in each:
+            told += (
+                f"; {each['ratio']['step']:.2f} and {each['ratio']['image']:.2f} of all weights, latents "
+                f"{'the same' if each['same']['latents'] else 'DIFFER'}, image {each['distance']['image']:.5f} apart"
+            )
+        print(told, flush=True)
+    return found
 
 
 if __name__ == "__main__":

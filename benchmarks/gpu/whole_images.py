@@ -9,9 +9,10 @@ is diffusers' own pipeline in --dtype with the same weights, with compiled repea
 encoder layers and decoder, in channels last. Rows: an image, a batch, a step (PyTorch's also in a captured graph), a
 prompt through the largest text encoder, the decoder. Then an image and a step of other pipelines of the same
 checkpoint: --beside against the same PyTorch, --float8 against PyTorch with the denoiser's large Linears in float8
-(float8_linear.py). Distances: of one image from float32 PyTorch (TensorFloat-32 off), which runs first. Memory: what the
-driver's figure for the process grows by, for PyTorch in addition to its weights. --attention cudnn: PyTorch may not
-choose another kernel; the profiles show which one it takes by itself. `--target cpu` is to try it without compiling.
+(float8_linear.py). --dtype float8: NAME is such a pipeline, and nothing else is measured. Distances: of one image from
+float32 PyTorch (TensorFloat-32 off), which runs first. Memory: what the driver's figure for the process grows by, for
+PyTorch in addition to its weights. --attention cudnn: PyTorch may not choose another kernel; the profiles show which
+one it takes by itself. `--target cpu` is to try it without compiling.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch  # before ONNX Runtime
 
 from benchmarks.gpu.beside_float32 import arguments_of, begin, parser_of, weights_gb
-from benchmarks.gpu.compiled_blocks import FLOAT8, captured, compile_blocks, our_run, profiled
+from benchmarks.gpu.compiled_blocks import FLOAT8, captured, compile_blocks, halves_of, our_run, profiled
 from benchmarks.gpu.float8_linear import quantize
 from benchmarks.gpu.in_turns import in_turns
 from benchmarks.gpu.pipelines_on_gpu import PROMPT, distance, own_gigabytes, say, synchronize
@@ -65,7 +66,7 @@ class Comparison:
     def __init__(self, options: Any, results: Results, theirs: Any, checkpoint: Any) -> None:
         self.options, self.results, self.theirs, self.checkpoint = options, results, theirs, checkpoint
         self.family, self.device = checkpoint.family, options.target
-        self.kind = getattr(torch, options.dtype)
+        self.kind = halves_of(options.dtype)
         self.what = self.family.latents({name: each.load["config"] for name, each in checkpoint.submodels.items()})
         self.size = options.size or self.what.image_size
         self.call = {
@@ -85,9 +86,14 @@ class Comparison:
         }
 
     def latents(self, images: int) -> torch.Tensor:
+        """Noise, drawn once: on one core it takes 2 ms for an image of 1024 pixels, which a call would draw."""
+        return self.noise[:images]
+
+    @cached_property
+    def noise(self) -> torch.Tensor:
         side = self.size // self.what.scale
         shape = (max(self.options.images), self.what.channels, side, side)
-        return torch.randn(shape, generator=torch.Generator().manual_seed(7))[:images]
+        return torch.randn(shape, generator=torch.Generator().manual_seed(7))
 
     @property
     def transformer(self) -> torch.nn.Module:
@@ -140,6 +146,10 @@ class Comparison:
         self.ours = Pipeline.load(folder, self.device, checker=False, keep=self.options.keep)
         for images in batches:
             self.note("sdflow", label, images, self.draw_ours(images), before, begun)
+
+    def quantize(self) -> None:
+        """The large Linears of PyTorch's denoiser to float8, in place."""
+        say(f"PyTorch, float8: {quantize(self.transformer)} layers")
 
     def compile(self) -> None:
         """Every part of PyTorch's pipeline, where that is a GPU."""
@@ -270,12 +280,14 @@ def measure(options: Any, results: Results, loaded: list[Any], checkpoint: Any) 
         return
     if options.attention == "cudnn":
         only_cudnn_attention()
+    if options.dtype == FLOAT8:
+        both.quantize()
     both.compile()
     both.compare(options.name, options.dtype, options.images, both.parts)
     for name in options.beside:
         both.compare(name, name, options.images[:1])
     if options.float8 is not None:
-        say(f"PyTorch, float8: {quantize(both.transformer)} layers")
+        both.quantize()
         both.compare(options.float8, FLOAT8, options.images[:1])
     table(results.found)
 
@@ -294,7 +306,7 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("--beside", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--float8", metavar="NAME")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32", FLOAT8))
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--guidance", type=float, default=1.0)
     parser.add_argument("--images", type=int, nargs="+", default=[1, 4], help="batches, one image first")

@@ -9,8 +9,9 @@ call. All get the same arrivals, a seeded Poisson process that does not wait for
 users of locust, k6 and wrk wait for their answer: a slow server then gets less load, and its tail latency looks better
 than it is (coordinated omission).
 
-The rates are fractions of the throughput of `sdflow serve` with 16 waiting clients. Memory is that of each server's
-processes, before the load and after it, resident and on the GPU as the driver says.
+The rates are fractions of the throughput of `sdflow serve` with 16 waiting clients. An idle `sdflow serve` measures its
+batch sizes again; --rest waits for that before each of its rows and after, so that it slows nobody down. Memory is that
+of each server's processes, before the load and after it, resident and on the GPU as the driver says.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import os
 import random
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -45,6 +48,12 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 """Fields of requests to the plain server: images of a batch, and seconds that its first one waits for others."""
 
+EVENTS = "loaded", "measured", "batch_failed", "worker_lost"
+"""Lines of a server's log that are shown."""
+
+IDLE_CORES, MOST_REST = 0.2, 30.0
+"""Processor time per second below which a server is idle, and the most seconds to wait for that."""
+
 
 @dataclass(frozen=True)
 class Server:
@@ -64,6 +73,10 @@ def main() -> None:
     parser.add_argument("--parts", type=float, nargs="+", default=PARTS, help="of what it can take")
     parser.add_argument("--clients", type=int, default=16, help="that wait, while the capacity is measured")
     parser.add_argument("--capacity", type=float, help="images/s that it can take, where that was measured before")
+    parser.add_argument(
+        "--rest", type=float, default=0.0, help="seconds without requests after each load on sdflow serve"
+    )
+    parser.add_argument("--until", type=float, help="seconds after which no further row begins")
     parser.add_argument("--own-capacity", action="store_true", help="measure the capacity of sdflow serve only")
     parser.add_argument("--cache", type=Path, help="that the pipeline was built with; without it, sdflow's own")
     parser.add_argument("--threads", help="of the server's processor")
@@ -76,7 +89,7 @@ def main() -> None:
         help="those of the parts at which the plain ones write files beside too",
     )
     parser.add_argument("--out", type=Path, help="the figures, as JSON")
-    given = parser.parse_args()
+    given, begun = parser.parse_args(), time.perf_counter()
     body = {"prompt": "a large red circle on a blue background", "steps": given.steps, "seed": 1}
     if given.guidance is not None:
         body["guidance_scale"] = given.guidance
@@ -86,11 +99,13 @@ def main() -> None:
         own = pool.submit(running.enter_context, sdflow_server(given.pipeline, given.cache, *more))
         plain = pool.submit(running.enter_context, started([sys.executable, str(PLAIN_FILE), str(given.pipeline)]))
         servers = {OURS: own.result(), PLAIN: plain.result()}
-        asyncio.run(compare(servers, body, given))
+        end = math.inf if given.until is None else begun + given.until
+        asyncio.run(compare(servers, body, given, end))
 
 
-async def compare(servers: dict[str, Server], body: dict[str, Any], given: Any) -> None:
-    """Print tables of all servers at all rates, and of their memory."""
+async def compare(servers: dict[str, Server], body: dict[str, Any], given: Any, end: float) -> None:
+    """Print tables of all servers at all rates, and of their memory. end: by `time.perf_counter`, after which no row
+    begins."""
     names = [OURS, *POLICIES]
     beside = [f"{name}{BESIDE}" for name in POLICIES] if given.beside else []
     capacities, rows, own = dict[str, float](), list[dict[str, Any]](), dict[float, float]()
@@ -120,6 +135,8 @@ async def compare(servers: dict[str, Server], body: dict[str, Any], given: Any) 
         capacities[name] = taken
         print(f"{name}: {taken:.2f} images/s for {given.clients} clients that wait; {load()}", flush=True)
         note()
+        if name == OURS:
+            await rested(servers[OURS].pid, given.rest)
     most = given.capacity or capacities[OURS]
     print(
         "| rate | server | images/s | p50 s | p95 s | of its p95 | refused | machine |\n|---|---|---|---|---|---|---|---|"
@@ -127,6 +144,9 @@ async def compare(servers: dict[str, Server], body: dict[str, Any], given: Any) 
     for part in given.parts:
         rate = part * most
         for name in [*names, *beside] if part in given.beside else names:
+            if time.perf_counter() >= end:
+                print(f"{part:.0%}, {name}: no time left", flush=True)
+                continue
             bodies = itertools.repeat(asked(name, body))
             took, refused, whole = await arrivals(
                 server_of(name), bodies, rate, given.seconds, given.seed, given.images
@@ -141,6 +161,8 @@ async def compare(servers: dict[str, Server], body: dict[str, Any], given: Any) 
                     {"part": part, "rate": rate, "server": name, **found_of, "refused": refused, "seconds": took}
                 )
             note()
+            if name == OURS:
+                await rested(servers[OURS].pid, given.rest)
     print("| server | resident, MB: before, after | on the GPU, MB: before, after |\n|---|---|---|")
     for name, server in servers.items():
         pairs = zip(before[name], memory(server.pid), strict=True)
@@ -168,6 +190,20 @@ async def capacity(url: str, body: dict[str, Any], seconds: float, clients: int)
             done, begun = 0, time.perf_counter()
             await asyncio.gather(*(client(asking, begun + wanted) for _ in range(clients)))
     return done / (time.perf_counter() - begun)
+
+
+async def rested(pid: int, seconds: float) -> None:
+    """Wait these seconds, and then until a server's processes are idle."""
+    if not seconds:
+        return
+    await asyncio.sleep(seconds)
+    end, used = time.perf_counter() + MOST_REST, processor_seconds(pid)
+    while time.perf_counter() < end:
+        await asyncio.sleep(1)
+        before, used = used, processor_seconds(pid)
+        if used - before < IDLE_CORES:
+            return
+    print(f"not idle {MOST_REST:.0f} s later", flush=True)
 
 
 async def arrivals(
@@ -210,10 +246,19 @@ def load() -> str:
     return f"load {os.getloadavg()[0]:.1f} of {os.cpu_count()}"
 
 
+def processor_seconds(pid: int) -> float:
+    """Of a server's processes."""
+    return sum(used.user + used.system for used in (each.cpu_times() for each in processes(pid)))
+
+
+def processes(pid: int) -> list[psutil.Process]:
+    server = psutil.Process(pid)
+    return [server, *server.children(recursive=True)]
+
+
 def memory(pid: int) -> tuple[float, float | None]:
     """MB of a server's processes: resident, and on the GPU as the driver says; None without one."""
-    server = psutil.Process(pid)
-    own = [server, *server.children(recursive=True)]
+    own = processes(pid)
     resident = sum(each.memory_info().rss for each in own) / 2**20
     question = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     try:
@@ -244,6 +289,7 @@ def started(command: list[str]) -> Iterator[Server]:
                 said = json.loads(line)
                 url = said.get("url", url)
                 if said["event"] == "ready":
+                    print(line.decode().rstrip(), file=sys.stderr, flush=True)
                     break
                 if said["event"] == "worker_lost":
                     raise SystemExit(line.decode())
@@ -251,12 +297,18 @@ def started(command: list[str]) -> Iterator[Server]:
                 sys.stderr.buffer.write(line)
         else:
             raise SystemExit(f"it ended: {' '.join(command)}")
-        sink = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)  # its log goes on
+        threading.Thread(target=show_log, args=(process.stderr,), daemon=True).start()
         yield Server(url, process.pid, time.perf_counter() - begun)
     finally:
         process.terminate()
         process.wait()
-    sink.wait()
+
+
+def show_log(lines: Iterable[bytes]) -> None:
+    """Read a server's log to its end, and show what it says of batches and failures."""
+    for line in lines:
+        if line.startswith(b"{") and json.loads(line)["event"] in EVENTS:
+            print(line.decode().rstrip(), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

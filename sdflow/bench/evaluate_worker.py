@@ -71,8 +71,8 @@ def run(request: Request, progress: Progress) -> EvaluationResult:
 def evaluated(request: Request, progress: Progress) -> EvaluationResult:
     """Load every submodel, find its nodes' placement, time it, then generate the image.
 
-    Each submodel is timed at its batch in the pipeline: the denoiser 2 with guidance and 1 without; text encoders 2, a
-    pair of prompts; the others 1. Times include copies between host and device.
+    Each submodel is timed at its batch in the pipeline: the denoiser 2 with guidance and 1 without; text encoders
+    likewise, by the model's own guidance; the others 1. Times include copies between host and device.
     Raises TargetUnavailableError if the provider is missing, VerificationError if it cannot run a graph.
     """
     target = TARGETS[request.target]
@@ -138,8 +138,13 @@ def pipeline_inputs(folder: Path, image: ImageSpec) -> dict[str, dict[str, np.nd
     family, latents = folder_family(folder), folder_latents(folder)
     configs = {name: submodel_config(folder, name) for name in onnx_submodels(folder)}
     stepped = (family.denoiser, *family.nets(configs).values())
-    pairs = (*family.text_of(configs), *family.prompters(configs))  # these run two rows at a time
-    batches = {**dict.fromkeys(pairs, 2), **dict.fromkeys(stepped, _denoiser_batch(folder, image))}
+    batches = {
+        **dict.fromkeys(
+            family.text_of(configs), family.text_rows(configs, folder_defaults(folder)["text"].guidance_scale)
+        ),
+        **dict.fromkeys(family.prompters(configs), 2),
+        **dict.fromkeys(stepped, _denoiser_batch(folder, image)),
+    }
     sizes = Sizes(
         height=image.height or latents.image_size,
         width=image.width or latents.image_size,

@@ -2,222 +2,61 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
+from sdflow.cli import serve_options as options
 from sdflow.cli.needs import needs
 from sdflow.cli.opened import cache_folder
-
-Folders = Annotated[
-    list[Path], typer.Argument(help="Pipeline folders; requests select one by its name.", metavar="PIPELINE...")
-]
-Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every interface.")]
-KeyFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="File of API keys, one on each line; requests must send one of them. Read again when it changes.",
-        metavar="FILE",
-    ),
-]
-AdminKeyFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="File of keys that may also upload and delete LoRAs, add and remove pipelines, and stop requests of others. "
-        "Default: every key may change LoRAs and pipelines.",
-        metavar="FILE",
-    ),
-]
-AllowedHosts = Annotated[
-    list[str] | None,
-    typer.Option("--allowed-host", help="Name of this server in Host headers. Repeatable.", metavar="NAME"),
-]
-NoAuth = Annotated[bool, typer.Option("--no-auth", help="Allow addresses other than loopback without an API key.")]
-RequireVerified = Annotated[
-    bool, typer.Option("--require-verified", help="Refuse pipelines that were not verified when built.")
-]
 
 
 @needs("DRAWS", "SERVES")
 def serve(
-    pipeline: Folders,
-    host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one and logs it.")] = 8000,
-    api_key_file: KeyFile = None,
-    admin_key_file: AdminKeyFile = None,
-    no_auth: NoAuth = False,
-    allowed_host: AllowedHosts = None,
-    forwarded_allow_ips: Annotated[
-        str,
-        typer.Option(
-            help="Addresses of proxies whose X-Forwarded-For and X-Forwarded-Proto are trusted, separated by commas.",
-            metavar="IPS",
-        ),
-    ] = "127.0.0.1",
-    root_path: Annotated[
-        str, typer.Option(help="Path prefix that a proxy strips, such as /images.", metavar="PATH", show_default=False)
-    ] = "",
-    ssl_certfile: Annotated[
-        Path | None, typer.Option(help="TLS certificate (PEM): serve HTTPS.", metavar="FILE")
-    ] = None,
-    ssl_keyfile: Annotated[
-        Path | None, typer.Option(help="Private key of --ssl-certfile (PEM).", metavar="FILE")
-    ] = None,
-    drain_timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds that running requests may take after SIGTERM.")
-    ] = 60,
-    alias: Annotated[
-        list[str] | None,
-        typer.Option(help="Another name of a pipeline, such as dall-e-3=sdxl. Repeatable.", metavar="ALIAS=PIPELINE"),
-    ] = None,
-    default: Annotated[
-        str | None,
-        typer.Option(
-            help="Pipeline for requests with no model, or an unknown one. Without it, requests with no model use the "
-            "first pipeline, and unknown names are errors.",
-            metavar="PIPELINE",
-        ),
-    ] = None,
-    pipeline_folder: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of pipeline folders that can be added while the server runs (POST /v1/models).", metavar="DIR"
-        ),
-    ] = None,
-    pipeline_memory: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="Memory in GB for loaded pipelines, by file size; others are loaded on request, and the least recently used "
-            "are unloaded. Default: all stay loaded.",
-        ),
-    ] = None,
-    loras: Annotated[
-        Path | None, typer.Option(help="Folder of LoRAs (.safetensors) that requests may use.", metavar="DIR")
-    ] = None,
-    embedding_folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--embeddings", help="Folder of textual inversion files (.safetensors) that prompts can use.", metavar="DIR"
-        ),
-    ] = None,
-    wildcards: Annotated[
-        Path | None,
-        typer.Option(help="Folder of text files: __NAME__ in a prompt becomes a line of NAME.txt.", metavar="DIR"),
-    ] = None,
-    lora_memory: Annotated[
-        float, typer.Option(min=0, help="Memory in GB for LoRA sessions; the most recently used stay loaded.")
-    ] = 8.0,
-    cache: Annotated[
-        Path | None,
-        typer.Option(
-            "--cache",
-            envvar="SDFLOW_CACHE",
-            help="Cache folder that the pipelines were built with. Default: the user's cache.",
-        ),
-    ] = None,
-    require_verified: RequireVerified = False,
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(help="Allow requests from pages of this origin (CORS). Repeatable.", metavar="URL"),
-    ] = None,
-    max_queue: Annotated[
-        int, typer.Option(min=1, help="Maximum number of images running or queued; further requests get 429.")
-    ] = 64,
-    deadline: Annotated[
-        float, typer.Option(min=0.1, help="Timeout of a request in seconds, including queueing.")
-    ] = 600,
-    stall: Annotated[
-        float | None,
-        typer.Option(
-            min=1,
-            help="Seconds without progress before the worker is restarted. Default: ten times as long as loading and "
-            "the first image took, at least 60.",
-        ),
-    ] = None,
-    max_images: Annotated[int, typer.Option(min=1, help="Maximum number of images per request.")] = 10,
-    max_steps: Annotated[int, typer.Option(min=1, help="Maximum number of steps per image.")] = 150,
-    max_pixels: Annotated[
-        int | None,
-        typer.Option(
-            min=64,
-            help="Maximum number of pixels per image. Default: 16 times the model's native size, or what fits in memory as "
-            "measured at startup (shown in the log and /v1/models); 4194304 for uploaded images.",
-        ),
-    ] = None,
-    max_chunks: Annotated[
-        int, typer.Option(min=1, help="Maximum number of chunks of 75 tokens in a prompt; BREAK begins a new one.")
-    ] = 16,
-    max_cost: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="Maximum cost of a request: images x steps x megapixels x sections of the prompt between BREAKs. "
-            "Default: unlimited.",
-        ),
-    ] = None,
-    max_body: Annotated[int, typer.Option(min=1024, help="Maximum number of bytes per request.")] = 32 << 20,
-    max_connections: Annotated[
-        int, typer.Option(min=1, help="Maximum number of open connections; further ones get 503.")
-    ] = 512,
-    max_uploads: Annotated[
-        int,
-        typer.Option(min=0, help="Maximum number of uploaded LoRAs; each is kept until deleted or the server stops."),
-    ] = 32,
-    max_upload_gb: Annotated[float, typer.Option(min=0, help="Disk space for uploaded LoRAs in GB.")] = 8.0,
-    batch_sizes: Annotated[
-        str | None, typer.Option(help="Batch sizes of the denoiser. Default: measured at startup.", metavar="1,2,4")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
-    lanes: Annotated[
-        int,
-        typer.Option(min=1, max=64, help="Batches to run in parallel on a CPU, each with its share of the threads."),
-    ] = 1,
-    checker: Annotated[
-        bool,
-        typer.Option(
-            "--safety-checker/--no-safety-checker",
-            help="Black out images that the safety checker flags, if there is one.",
-        ),
-    ] = True,
-    check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Verify the pipelines' files against their digests first.")
-    ] = True,
-    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Include prompts in the log.")] = False,
-    traces: Annotated[
-        str | None,
-        typer.Option(
-            help="Send OpenTelemetry traces to this collector (OTLP/HTTP), such as http://localhost:4318.",
-            metavar="URL",
-        ),
-    ] = None,
-    open_page: Annotated[bool, typer.Option("--open", help="Open the web page in the browser.")] = False,
-    on: Annotated[
-        str | None,
-        typer.Option("--on", help="Serve on Ray: the cluster of this machine or of RAY_ADDRESS.", metavar="ray"),
-    ] = None,
-    replicas: Annotated[
-        str | None,
-        typer.Option(help="With --on: number of replicas, or a range to scale in. Default: 1.", metavar="MIN:MAX"),
-    ] = None,
-    gpus: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="With --on: GPUs per replica. A fraction, for the target cuda, also limits its device memory. Default: 1 if a "
-            "pipeline runs on an NVIDIA or AMD GPU, else 0.",
-        ),
-    ] = None,
-    queue: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="With --on: queued images per replica above which another replica starts. Default: 4."
-        ),
-    ] = None,
-    take_over: Annotated[
-        bool, typer.Option("--take-over", help="With --on: replace the sdflow deployment already running there.")
-    ] = False,
+    pipeline: options.Folders,
+    host: options.Host = "127.0.0.1",
+    port: options.Port = 8000,
+    api_key_file: options.KeyFile = None,
+    admin_key_file: options.AdminKeyFile = None,
+    no_auth: options.NoAuth = False,
+    allowed_host: options.AllowedHosts = None,
+    forwarded_allow_ips: options.ForwardedAllowIps = "127.0.0.1",
+    root_path: options.RootPath = "",
+    ssl_certfile: options.TlsCertificate = None,
+    ssl_keyfile: options.TlsKey = None,
+    drain_timeout: options.DrainTimeout = 60,
+    alias: options.Alias = None,
+    default: options.Default = None,
+    pipeline_folder: options.PipelineFolder = None,
+    pipeline_memory: options.PipelineMemory = None,
+    loras: options.Loras = None,
+    embedding_folder: options.EmbeddingFolder = None,
+    wildcards: options.Wildcards = None,
+    lora_memory: options.LoraMemory = 8.0,
+    cache: options.Cache = None,
+    require_verified: options.RequireVerified = False,
+    cors_origin: options.CorsOrigin = None,
+    max_queue: options.MaxQueue = 64,
+    deadline: options.Deadline = 600,
+    stall: options.Stall = None,
+    max_images: options.MaxImages = 10,
+    max_steps: options.MaxSteps = 150,
+    max_pixels: options.MaxPixels = None,
+    max_chunks: options.MaxChunks = 16,
+    max_cost: options.MaxCost = None,
+    max_body: options.MaxBody = 32 << 20,
+    max_connections: options.MaxConnections = 512,
+    max_uploads: options.MaxUploads = 32,
+    max_upload_gb: options.MaxUploadGb = 8.0,
+    batch_sizes: options.BatchSizes = None,
+    threads: options.Threads = None,
+    lanes: options.Lanes = 1,
+    checker: options.Checker = True,
+    check: options.Check = True,
+    log_prompts: options.LogPrompts = False,
+    traces: options.Traces = None,
+    open_page: options.OpenPage = False,
+    on: options.On = None,
+    replicas: options.Replicas = None,
+    gpus: options.Gpus = None,
+    queue: options.Queue = None,
+    take_over: options.TakeOver = False,
 ) -> None:
     """Serve pipelines over HTTP.
 

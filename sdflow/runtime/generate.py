@@ -118,7 +118,8 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     if request.check:
         require_sound_folders(request, built)
     import_diffusers_alone()  # this process compiles nothing
-    pipeline = _load(request, target, recorded.tuning, words)
+    first = _first(request) if len(wanted[: request.batch]) == 1 and not fewer else None
+    pipeline = _load(request, target, recorded.tuning, words, first)
     loaded = time.perf_counter()
 
     drawing = pipeline.base if isinstance(pipeline, Ensemble) else pipeline
@@ -168,7 +169,20 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     return GenerateResult(drawn, str(sheet) if sheet else None, settings, loaded - begun, done - loaded, notes)
 
 
-def _load(request: GenerateRequest, target: Target, tuning: Tuning, words: Sequence[Embedding]) -> Pipeline | Ensemble:
+def _first(request: GenerateRequest) -> dict[str, Any] | None:
+    """Return the arguments of `Pipeline.prepare` for the first image, if it is drawn from a text alone."""
+    if request.image or request.controls or request.image_prompts or request.references or request.refiner:
+        return None
+    return {"height": request.height, "width": request.width, "guidance_scale": request.guidance_scale}
+
+
+def _load(
+    request: GenerateRequest,
+    target: Target,
+    tuning: Tuning,
+    words: Sequence[Embedding],
+    first: Mapping[str, Any] | None,
+) -> Pipeline | Ensemble:
     options: dict[str, Any] = {
         "scheduler": request.scheduler,
         "checker": request.checker,
@@ -181,6 +195,7 @@ def _load(request: GenerateRequest, target: Target, tuning: Tuning, words: Seque
         "tuning": tuning,
         "embeddings": words,
         "previews": request.previews,
+        "first": first,
     }
     if request.refiner is not None:
         return Ensemble.load(request.folder, request.refiner, target, **options)

@@ -24,6 +24,7 @@ from sdflow.runtime.denoiser.control import controls_of, read_controls, require_
 from sdflow.runtime.denoiser.denoiser import Denoiser, DenoiserInputs
 from sdflow.runtime.denoiser.denoisers import DenoiserRequest
 from sdflow.runtime.denoiser.start import (
+    Start,
     draw_noises,
     make_start,
     per_image,
@@ -216,10 +217,14 @@ class Pipeline(PipelineParts):
                 span=(denoising_start, denoising_end),
             )
             require_room(schedule, shape, self.place.device)
-            first = latents if denoising_start is None else torch.zeros(shape)  # no noise is added
-            noises = [self.place.placed(each) for each in draw_noises(shape, schedule.draws, first, generator)]
-            takes_mask = self.task == "inpaint"
-            start = make_start(noises, image, mask, self.encode, takes_mask=takes_mask, from_image=from_image)
+
+            def started() -> Start:
+                first = latents if denoising_start is None else torch.zeros(shape)  # no noise is added
+                noises = [self.place.placed(each) for each in draw_noises(shape, schedule.draws, first, generator)]
+                takes_mask = self.task == "inpaint"
+                return make_start(noises, image, mask, self.encode, takes_mask=takes_mask, from_image=from_image)
+
+            start = None if image is None else started()
             request = Request(
                 prompts,
                 negatives,
@@ -235,7 +240,11 @@ class Pipeline(PipelineParts):
             encoded = [self.encode(self.place.placed(pixels)) for pixels in referenced]
             require_reference_room(self.submodels[self.family.denoiser], shape, rows, token_count(encoded))
             wanted = DenoiserRequest(
-                (len(prompts), shape[1] + (0 if start.context is None else start.context.shape[1]), *shape[2:]),
+                (
+                    len(prompts),
+                    shape[1] + (0 if start is None or start.context is None else start.context.shape[1]),
+                    *shape[2:],
+                ),
                 rows,
                 token_axes(denoised, shown),
                 controls=controls,
@@ -246,6 +255,7 @@ class Pipeline(PipelineParts):
             )
             with truncations() as truncated:
                 denoiser, conditions = self._conditioned_denoiser(wanted, request, clip_skip or 0)
+            start = start or started()  # without an image, noise is drawn while the device encodes the prompt
             given = {**conditions.inputs, **self._image_conditions(shown, rows, guided)}
             if encoded and self.family.references is not None:
                 given |= self.family.references.inputs(encoded, rows)

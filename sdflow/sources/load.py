@@ -131,7 +131,7 @@ def load_companion(companion: Companion, folder: Path, where: str) -> Any:
         config = dict(read_json(folder / companion.file, finite=False)) if is_there(folder / companion.file) else {}
         if wrong := wrong_entry(config):
             raise CheckpointError(f"{what}: {wrong}", where=where)
-        return companion.loader(config).from_pretrained(str(folder), local_files_only=True)
+        return companion.load(folder, config)
 
 
 @contextmanager

@@ -99,3 +99,17 @@ def test_an_import_that_fails_for_a_missing_extra_is_told_in_words(monkeypatch: 
     assert packages.of_missing_module(ImportError("cannot import name", name="torch")) is None, (
         "it is there, and broken"
     )
+
+
+def test_diffusers_alone_knows_the_installed_distributions_once_it_asks_for_them() -> None:
+    code = """
+import importlib.metadata
+from sdflow.machine.diffusers_alone import import_diffusers_alone
+import_diffusers_alone()
+from diffusers.utils import import_utils
+found = import_utils._package_map
+assert not vars(found), "they were read"
+assert dict(found) == importlib.metadata.packages_distributions() and len(found) > 10
+assert import_utils._is_distribution_installed("PIL")[0]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

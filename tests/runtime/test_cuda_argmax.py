@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,14 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
+from sdflow.runtime.sessions.bound import Bound
 from sdflow.runtime.sessions.cuda_argmax import with_float_argmax
+from sdflow.runtime.sessions.place import Place, place
+from sdflow.runtime.sessions.placement import placement
+from sdflow.runtime.sessions.session import PLAIN, create_session
+from sdflow.targets import TARGETS
 
-TOKENS = 77
+TOKENS, WORDS, WIDTH = 77, 49_408, 64
 
 
 def model(element: int, cast_to: int | None) -> Any:
@@ -48,3 +55,63 @@ def test_float_argmax_stays() -> None:
     before = made.SerializeToString(deterministic=True)
     assert not with_float_argmax(made)
     assert made.SerializeToString(deterministic=True) == before
+
+
+def pooling(computed: bool) -> tuple[Any, np.ndarray]:
+    """A text encoder's pooled output: each text's embedding at its largest id. computed: the ids that are compared are the
+    result of a product, whose type nobody knows. The model, and its embeddings."""
+    table = np.random.default_rng(1).standard_normal((WORDS, WIDTH), np.float32)
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["hidden"]),
+        helper.make_node("Mul", ["ids", "one"], ["same"]),
+        helper.make_node("ArgMax", ["same" if computed else "ids"], ["end"], "end", axis=-1, keepdims=1),
+        helper.make_node("GatherND", ["hidden", "end"], ["pooled"], batch_dims=1),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "pooling",
+        [helper.make_tensor_value_info("ids", TensorProto.INT32, [2, TOKENS])],
+        [helper.make_tensor_value_info("pooled", TensorProto.FLOAT, [2, WIDTH])],
+        [onnx.numpy_helper.from_array(table, "table"), onnx.numpy_helper.from_array(np.int32([1]), "one")],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), table
+
+
+def pooled(session: Any, where: Place, delay: Any, texts: list[np.ndarray]) -> list[np.ndarray]:
+    """Of each text in turn. delay: called before its ids are there; on CUDA, what it queues runs while ids are copied."""
+    import torch
+
+    bound = Bound(session, where, {"ids": torch.zeros(2, TOKENS, dtype=torch.int32, device=where.device)})
+    found = []
+    for ids in texts:
+        with where.current():
+            delay()
+            bound.inputs["ids"].copy_(where.placed(torch.from_numpy(ids)), non_blocking=True)
+            found.append(bound.run()["pooled"].clone())
+    return [each.cpu().numpy() for each in found]
+
+
+@pytest.mark.parametrize("computed", [False, True], ids=["of the graph's ids", "of computed ids"])
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_end_of_a_text_is_right_though_runs_are_queued(target: str, computed: bool, tmp_path: Path) -> None:
+    import torch
+
+    made, table = pooling(computed)
+    onnx.save(made, tmp_path / "model.onnx")
+    where = place(target)
+    stream = None if where.stream is None else where.stream.cuda_stream
+    options = replace(PLAIN, stream=stream)
+    session = create_session(tmp_path / "model.onnx", TARGETS[target], options)
+    if target == "cuda":
+        fallen = placement(session, tmp_path / "model.onnx").fallen
+        assert ("end" in [node.name for node in fallen]) is computed, "what nobody knows the type of stays on the CPU"
+    matrix = torch.ones(4096, 4096, device=target) if target == "cuda" else torch.ones(1)
+
+    def delay() -> None:
+        for _ in range(20 if target == "cuda" else 0):
+            torch.mm(matrix, matrix)
+
+    random = np.random.default_rng(2)
+    texts = [random.permutation(WORDS)[: 2 * TOKENS].astype(np.int32).reshape(2, TOKENS) for _ in range(20)]
+    for ids, found in zip(texts, pooled(session, where, delay, texts), strict=True):
+        assert np.array_equal(found, table[ids.max(-1)])

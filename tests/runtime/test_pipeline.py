@@ -147,6 +147,25 @@ def test_half_precision_graphs_are_fed_half_precision(
     assert (drawn - pipeline.decode(torch.from_numpy(latents))).abs().max() < 0.02  # float16 has 11 bits
 
 
+def test_the_first_images_sessions_are_there_before_it(
+    tiny_pipeline: Path, pipeline: Pipeline, latents: np.ndarray
+) -> None:
+    """They are created while tokenizers are imported; the encoder's are not, since text to image does not run it."""
+    expected = pipeline(PROMPT, latents=latents, output_type="np", **SETTINGS).images
+    prepared = Pipeline.load(tiny_pipeline, "cpu", threads=1, first={})
+    (before,) = prepared.denoisers.kept.values()
+    drawn = prepared(PROMPT, latents=latents, output_type="np", **SETTINGS).images
+    assert np.array_equal(drawn, expected)
+    assert [*prepared.denoisers.kept.values()] == [before]
+    assert prepared.submodels["vae_encoder"]._session is None
+
+
+def test_nothing_is_created_before_a_larger_image(tiny_pipeline: Path, pipeline: Pipeline) -> None:
+    side = pipeline.latents.image_size
+    larger = Pipeline.load(tiny_pipeline, "cpu", threads=1, first={"height": 2 * side, "width": side})
+    assert not larger.denoisers.kept
+
+
 def test_sizes_that_the_model_cannot_have_are_refused(pipeline: Pipeline) -> None:
     with pytest.raises(UsageError, match="height is 100 pixels"):
         pipeline("a horse", height=100)

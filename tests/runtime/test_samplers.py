@@ -33,9 +33,12 @@ from sdflow.families.shared.schedulers import (
     FLOW_SCHEDULERS,
     NOISE_SCHEDULERS,
     SAMPLERS,
+    SCHEDULERS,
     SPACINGS,
+    from_config,
     parts_of,
     requirements,
+    scheduler_class,
 )
 from sdflow.machine.packages import missing
 from sdflow.runtime.denoiser.schedule import Schedule, named_scheduler, trace
@@ -389,3 +392,20 @@ def test_images_of_a_batch_are_those_of_their_seeds_alone(
     together = pipeline("a horse", num_images_per_prompt=2, generator=generators(1, 2), **options).images
     assert np.abs(alone[0] - alone[1]).max() > 0.05
     np.testing.assert_allclose(together, np.concatenate(alone), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*NOISE_SCHEDULERS, *FLOW_SCHEDULERS])
+@pytest.mark.parametrize("others", [{}, {"_use_default_values": ["beta_start"], "sigma_min": 0.1, "solver_order": 3}])
+def test_a_scheduler_is_made_as_diffusers_makes_it(name: str, others: dict[str, Any]) -> None:
+    """Without importing all other schedulers, which diffusers does to know whose entries those are that this one ignores."""
+    if missing(*requirements(name)):
+        pytest.skip("its packages are not installed")
+    cls, options = SCHEDULERS[name]
+    config = {"num_train_timesteps": 1000} if name in FLOW_SCHEDULERS else BASE
+    config = {**config, **others, "_class_name": "PNDMScheduler"}
+    ours = from_config(scheduler_class(cls), config, **options)
+    theirs = scheduler_class(cls).from_config(config, **options)
+    assert dict(ours.config) == dict(theirs.config)
+    for attribute, value in vars(theirs).items():
+        found = vars(ours)[attribute]
+        assert torch.equal(found, value) if isinstance(value, torch.Tensor) else np.array_equal(found, value), attribute

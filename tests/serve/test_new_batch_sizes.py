@@ -103,3 +103,13 @@ def test_on_a_server_that_is_never_idle_images_that_lack_a_batch_long_enough_get
     served.stock._lanes[0].paces["tiny"].measured({1: 1.0, 2: 1.1})
     served.draw(OTHER, images=4, steps=5)
     assert served.batches() == {1, 2}
+    own, runs = shared_steps.SharedSteps.run, 0
+
+    def run(steps: shared_steps.SharedSteps, *given: Any) -> Any:
+        nonlocal runs
+        runs += 1
+        return own(steps, *given)
+
+    monkeypatch.setattr(shared_steps.SharedSteps, "run", run)
+    assert served.stock._lanes[0].ready["tiny"].catch_up(lambda: False)
+    assert runs == 0, "what has run is not run once more when the server is idle"

@@ -297,6 +297,10 @@ class Family:
         """Whether classifier-free guidance applies: two denoiser rows per image."""
         return self.guidance_weight(scale) > 1 and self.guidance_width(configs) is None
 
+    def text_rows(self, configs: Mapping[str, Config], scale: float) -> int:
+        """How many rows text encoders run at once: the negative prompt with the prompt, where this guidance scale applies."""
+        return 2 if self.guided(configs, scale) else 1
+
     def guidance_weight(self, scale: float) -> float:
         """The weight of the prompt in classifier-free guidance at this guidance scale: none - weight * (none - prompt). No
         guidance at 1 or below."""

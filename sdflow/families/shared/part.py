@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from sdflow.models.base import Config, Model, Original, class_names
@@ -109,11 +110,13 @@ class Companion:
         """Whether a pipeline of these submodels has it."""
         return not self.parts or any(part in submodels for part in self.parts)
 
-    def loader(self, config: Config) -> Any:
-        """The class that loads it from its folder. config: that of its file. Raises AttributeError for one that the installed
-        library lacks, and UsageError where a package is missing that a scheduler needs."""
+    def load(self, folder: Path, config: Config) -> Any:
+        """Load it from its folder. config: that of its file. Raises AttributeError for a class that the installed library
+        lacks, UsageError where a package is missing that a scheduler needs, and the library's errors."""
         if self.class_name is not None:
-            return getattr(import_module(self.library), self.class_name)
-        from sdflow.families.shared.schedulers import scheduler_class
+            return getattr(import_module(self.library), self.class_name).from_pretrained(
+                str(folder), local_files_only=True
+            )
+        from sdflow.families.shared.schedulers import from_config, scheduler_class
 
-        return scheduler_class(str(config["_class_name"]))
+        return from_config(scheduler_class(str(config["_class_name"])), config)

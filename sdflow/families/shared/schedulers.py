@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal
 
 from sdflow.errors import UsageError
@@ -195,14 +196,28 @@ def from_config(cls: Any, config: Config, **options: Any) -> Any:
     try:
         text = json.dumps([dict(config), options])
     except (TypeError, ValueError):  # tensors or arrays
-        return cls.from_config(dict(config), **options)
+        return _made(cls, config, options)
     return copy.deepcopy(_from_json(cls, text))
 
 
 @lru_cache(maxsize=128)
 def _from_json(cls: Any, text: str) -> Any:
-    config, options = json.loads(text)
-    return cls.from_config(config, **options)
+    return _made(cls, *json.loads(text))
+
+
+def _made(cls: Any, config: Config, options: Config) -> Any:
+    """Return what diffusers' `from_config` does (0.42), which imports all schedulers and SciPy to learn which of the
+    entries that this one ignores are another's."""
+    default = {*config.get("_use_default_values", ()), "_use_default_values"}
+    given = {name: value for name, value in config.items() if name not in default}
+    taken = signature(cls.__init__).parameters.keys() - {"self", "kwargs"}
+    own = {name: value for name, value in {**given, **options}.items() if name in taken}
+    made = cls(**own)
+    others = {name: value for name, value in given.items() if name not in own}
+    if "_class_name" in others:
+        others["_class_name"] = cls.__name__
+    made.register_to_config(**others)
+    return made
 
 
 @cache

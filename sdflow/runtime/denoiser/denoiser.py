@@ -56,6 +56,11 @@ class WholeDenoiser:
         self._bound = model.bound(**{**model.shapes(sizes), self.moving.latents: (rows, *shape[1:])})
         self._sample = self._bound.inputs[self.moving.latents].view(rows // shape[0], *shape)
 
+    def prepare(self) -> WholeDenoiser:
+        """See `Bound.prepare`."""
+        self._bound.prepare()
+        return self
+
     @property
     def inputs(self) -> Mapping[str, torch.Tensor]:
         """The graph's input tensors by name."""
@@ -134,6 +139,13 @@ class PartedDenoiser:
         self._hides: WeakKeyDictionary[DenoiserInputs, bool] = WeakKeyDictionary()
         self._held: DenoiserInputs | None = None
         self._schedule: Schedule | None = None
+
+    def prepare(self) -> PartedDenoiser:
+        """See `Bound.prepare`."""
+        for bound in (self._text, self._step.whole, self._step.shallow):
+            if bound is not None:
+                bound.prepare()
+        return self
 
     def run(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> torch.Tensor:
         """See `Denoiser.run`. Latents are given once for both halves of a batch with guidance; the output has both."""

@@ -79,11 +79,11 @@ class DenoiserSource(Protocol):
 class Denoisers:
     """Creates denoisers, and concurrently loads what else the first image needs.
 
-    model: the denoiser's graph. nets: ControlNets by name. texts, decoder: the other submodels an image needs. scale:
-    image pixels per latent pixel. tokens: sizes of the text token axes at the usual length. split: run the denoiser in
-    parts (`sdflow.runtime.denoiser.split`); with nets it stays whole. low_memory: load nothing concurrently. tiles: of
-    the decoder, see `sdflow.runtime.vae.tiling`. referencing: the denoiser's graph with inputs for reference images,
-    if any.
+    model: the denoiser's graph. nets: ControlNets by name. texts, decoder: the other submodels an image needs. text_rows:
+    of each run of a text encoder. scale: image pixels per latent pixel. tokens: sizes of the text token axes at the usual
+    length. split: run the denoiser in parts (`sdflow.runtime.denoiser.split`); with nets it stays whole. low_memory: load
+    nothing concurrently. tiles: of the decoder, see `sdflow.runtime.vae.tiling`. referencing: the denoiser's graph with
+    inputs for reference images, if any.
     """
 
     def __init__(
@@ -97,11 +97,12 @@ class Denoisers:
         *,
         split: bool,
         low_memory: bool,
+        text_rows: int = 2,
         tiles: bool | None = None,
         referencing: Submodel | None = None,
     ) -> None:
         self._model, self._referencing, self._nets = model, referencing, nets
-        self._texts, self._decoder = texts, decoder
+        self._texts, self._text_rows, self._decoder = texts, text_rows, decoder
         self._scale, self._split, self._low_memory, self._tiles = scale, split, low_memory, tiles
         self._tokens = tokens
         self.shares_weights = model.weights is not None
@@ -262,13 +263,22 @@ class Denoisers:
         reserve: Callable[[], None] | None,
     ) -> Denoiser:
         """texts: text encoders still to run. reserve: see `PartedDenoiser`."""
-        with ThreadPoolExecutor(max_workers=2 + len(texts)) as pool:
-            parted = pool.submit(_parted_or_whole, self._reading(sizes), shape, sizes, layers, skipped, reserve)
-            others: list[Future[Bound]] = []
+
+        def bound(submodel: Submodel, batch: int) -> Bound:
+            return submodel.bound(**submodel.shapes({**sizes, "batch": batch})).prepare()
+
+        def denoiser() -> WholeDenoiser | PartedDenoiser:
+            made = _parted_or_whole(self._reading(sizes), shape, sizes, layers, skipped, reserve)
+            return made if self._low_memory else made.prepare()
+
+        with ThreadPoolExecutor(max_workers=3 + len(texts)) as pool:
+            parted = pool.submit(denoiser)
+            others: list[Future[object]] = []
             if not self._low_memory:
-                others += [pool.submit(text.bound, **text.shapes({**sizes, "batch": 2})) for text in texts]
+                others.append(pool.submit(self._model.load_weights))  # while its graph is split
+                others += [pool.submit(bound, text, self._text_rows) for text in texts]
                 if tiling(self._decoder, shape[2], shape[3], self._scale, self._tiles) is None:
-                    others.append(pool.submit(self._decoder.bound, **self._decoder.shapes({**sizes, "batch": 1})))
+                    others.append(pool.submit(bound, self._decoder, 1))
             made = parted.result()
             for each in others:
                 each.result()
@@ -292,7 +302,7 @@ def _parted_or_whole(
     layers: int,
     skipped: tuple[int, ...],
     reserve: Callable[[], None] | None,
-) -> Denoiser:
+) -> WholeDenoiser | PartedDenoiser:
     try:
         return PartedDenoiser(model, shape, sizes, layers, skipped, reserve)
     except PassError as error:

@@ -12,8 +12,10 @@ from typing import Any, Self
 from sdflow.errors import UsageError
 from sdflow.families.shared.base import Family
 from sdflow.families.shared.defaults import Defaults, Task
+from sdflow.families.shared.image_prompts import ImagePrompt, adapter_count, token_axes
 from sdflow.machine.providers import onnxruntime_for
-from sdflow.runtime.denoiser.denoisers import Denoisers, DenoiserSource
+from sdflow.runtime.denoiser.denoiser import Denoiser
+from sdflow.runtime.denoiser.denoisers import DenoiserRequest, Denoisers, DenoiserSource
 from sdflow.runtime.denoiser.halves import HalvedDenoisers
 from sdflow.runtime.denoiser.schedule import Schedule, named_scheduler
 from sdflow.runtime.denoiser.start import require_size
@@ -84,7 +86,7 @@ class LoadedPipeline:
         self.record: Record = {}
         self._shortened: dict[str, tuple[int, Submodel]] = {}
         self.companions = companions
-        self.scheduler = companions[SCHEDULER]
+        self.scheduler: Any = companions.get(SCHEDULER)  # not yet there while a folder is loaded
         self.options = {**family.options, **(options or {})}
         self.low_memory, self.moving = low_memory, moving
         self.vae_tiles = True if low_memory and vae_tiles is None else vae_tiles
@@ -93,13 +95,16 @@ class LoadedPipeline:
         self.configs = configs
         self.latents, self.task = family.latents(configs), family.task(configs)
         family.require_nets_fit(configs)
-        scheduler = {**self.scheduler.config, "_class_name": type(self.scheduler).__name__}
-        self.defaults = family.defaults_of(self.configs, scheduler, {}) if defaults is None else defaults
+        if defaults is None:
+            own = companions[SCHEDULER]
+            defaults = family.defaults_of(self.configs, {**own.config, "_class_name": type(own).__name__}, {})
+        self.defaults = defaults
         self.draw_preview = previewer(family, submodels[family.decoder], self.latents)
         self.schedules: dict[tuple[Any, ...], Schedule] = {}
         self._named: dict[tuple[str, str], Any] = {}
         denoiser = submodels[family.denoiser]
         self.referencing = _referencing(family, denoiser)
+        self.text_rows = family.text_rows(configs, self.defaults["text"].guidance_scale)
         encoders = [self.submodels[name] for name in family.text_of(submodels)]
         sizes = submodels[family.decoder], self.latents.scale, family.token_sizes(configs)
         first = Denoisers(
@@ -108,6 +113,7 @@ class LoadedPipeline:
             encoders,
             *sizes,
             split=split,
+            text_rows=self.text_rows,
             low_memory=low_memory or moving,
             tiles=self.vae_tiles,
             referencing=self.referencing,
@@ -140,6 +146,7 @@ class LoadedPipeline:
         shared: Mapping[str, Submodel] = MappingProxyType({}),
         previews: Path | str | None = None,
         devices: int = 1,
+        first: Mapping[str, Any] | None = None,
     ) -> Self:
         """Load an assembled pipeline, creating its sessions concurrently.
 
@@ -155,7 +162,8 @@ class LoadedPipeline:
         words can be used in prompts. shared: submodels that another pipeline loaded from the same artifacts. previews:
         pipeline folder whose tiny VAE decodes previews; None: the pipeline's own, if it is one. devices: 2: compute the
         two halves of guidance on two GPUs at the same time, both with the denoiser's weights; on the CPU, in two
-        threads, which is not faster. All calls then need guidance.
+        threads, which is not faster. All calls then need guidance. first: arguments of `prepare`, for the image that will
+        be generated first; its sessions are created meanwhile.
         Raises UsageError if the folder is not a pipeline, and TargetUnavailableError if the provider or a device is
         unavailable.
         """
@@ -220,28 +228,48 @@ class LoadedPipeline:
             )
             second = loaded(family.denoiser, 1, theirs)
         with ThreadPoolExecutor(max_workers=len(names) + 1) as pool:
-            # Most of this is importing diffusers and transformers; meanwhile ONNX Runtime creates sessions.
+            # Most of this is importing transformers; meanwhile ONNX Runtime creates sessions.
             beginning = pool.submit(load_companions, folder, names)
             submodels = dict(zip(names, pool.map(load, names), strict=True))
-            companions = beginning.result()
-        pipeline = cls(
-            family,
-            submodels,
-            companions,
-            read_options(folder),
-            defaults=folder_defaults(folder),
-            low_memory=low_memory,
-            moving=moves is not None,
-            vae_tiles=vae_tiles,
-            words=learned_words(embeddings, family, submodels),
-            second=second,
-        )
+            companions: dict[str, Any] = {}
+            pipeline = cls(
+                family,
+                submodels,
+                companions,
+                read_options(folder),
+                defaults=folder_defaults(folder),
+                low_memory=low_memory,
+                moving=moves is not None,
+                vae_tiles=vae_tiles,
+                words=learned_words(embeddings, family, submodels),
+                second=second,
+            )
+            if first is not None:
+                pipeline.prepare(**first)
+            companions |= beginning.result()
+        pipeline.scheduler = companions[SCHEDULER]
         pipeline.record = folder_record(folder, target.name)
         if scheduler is not None:
             pipeline.scheduler = named_scheduler(scheduler, pipeline.scheduler.config, family.noising)
         if previews is not None:
             pipeline.draw_preview = previewer_of(Path(previews), family, pipeline.latents, target)
         return pipeline
+
+    def prepare(
+        self, *, height: int | None = None, width: int | None = None, guidance_scale: float | None = None
+    ) -> None:
+        """Create the sessions of text to image for one image with these settings, unless it is larger than the model's own
+        size. None: the model's own."""
+        own = self.defaults["text"].guidance_scale if guidance_scale is None else guidance_scale
+        shape = self.latents_shape(1, height, width)
+        if self.task == "text" and not self.family.texts_vary and shape[2] * shape[3] <= self.latents.size**2:
+            self.denoiser(shape, 2 if self.family.guided(self.configs, own) else 1)
+
+    def denoiser(self, shape: tuple[int, int, int, int], rows: int, **options: Any) -> Denoiser:
+        """Return the denoiser for a drawing without image prompts. shape, rows, options: see `DenoiserRequest`."""
+        denoised = self.configs[self.family.denoiser]
+        axes = token_axes(denoised, [ImagePrompt()] * adapter_count(denoised))
+        return self.denoisers.get(DenoiserRequest(shape, rows, axes, **options))
 
     def named_scheduler(self, name: str) -> Any:
         """Return the scheduler with this name and the noise schedule of the pipeline's own, cached. Raises UsageError

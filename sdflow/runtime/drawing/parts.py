@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sdflow.families.shared.approximation import EXACT, Approximation
 from sdflow.families.shared.guidance_limits import UNLIMITED, GuidanceLimits
-from sdflow.families.shared.image_prompts import ImagePrompt, adapter_count, image_conditions, token_axes
+from sdflow.families.shared.image_prompts import ImagePrompt, image_conditions
 from sdflow.families.shared.request import Conditions, Request, Tensors
 from sdflow.families.shared.skipped_layers import SkippedLayers
 from sdflow.models.ports import Role
-from sdflow.runtime.denoiser.denoiser import Denoiser
-from sdflow.runtime.denoiser.denoisers import DenoiserRequest
 from sdflow.runtime.denoiser.schedule import Schedule, trace
 from sdflow.runtime.drawing.kept import Kept
 from sdflow.runtime.drawing.loaded import LoadedPipeline
@@ -63,7 +61,7 @@ class PipelineParts(LoadedPipeline):
 
         def run(name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             with self._using(name, 0 if self.family.part(name).whole else clip_skip) as submodel:
-                return run_rows(submodel, inputs)
+                return run_rows(submodel, inputs, self.text_rows)
 
         with self.place.current():
             return self.family.condition(run, self.companions, self.options, request)
@@ -162,12 +160,6 @@ class PipelineParts(LoadedPipeline):
                 flags.append(result[checker.port(Role.FLAGS)].any())
                 checked.append(result[checker.port(Role.CHECKED)].to(torch.float32, copy=True))
             return torch.cat(checked), torch.stack(flags)
-
-    def denoiser(self, shape: tuple[int, int, int, int], rows: int, **options: Any) -> Denoiser:
-        """Return the denoiser for a drawing without image prompts. shape, rows, options: see `DenoiserRequest`."""
-        denoised = self.configs[self.family.denoiser]
-        axes = token_axes(denoised, [ImagePrompt()] * adapter_count(denoised))
-        return self.denoisers.get(DenoiserRequest(shape, rows, axes, **options))
 
     def schedule(
         self,

@@ -85,9 +85,9 @@ def without_last_layers(submodel: Submodel, count: int) -> Submodel:
     return submodel.changed(partial(leave_out_layers, count=count, config=config), fewer)
 
 
-def run_rows(submodel: Submodel, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Run a submodel on any number of rows, computing equal rows once. Rows run in pairs, as with guidance, so one
-    shape serves any number."""
+def run_rows(submodel: Submodel, inputs: Mapping[str, torch.Tensor], at_once: int = 2) -> dict[str, torch.Tensor]:
+    """Run a submodel on any number of rows, computing equal rows once. at_once: rows of each run, so one shape serves any
+    number."""
     import torch
 
     columns = list(inputs.values())
@@ -95,15 +95,15 @@ def run_rows(submodel: Submodel, inputs: Mapping[str, torch.Tensor]) -> dict[str
     once = list(dict.fromkeys(rows))
     wanted = [rows.index(row) for row in once]
     found: dict[str, list[torch.Tensor]] = {}
-    bound = submodel.bound(**{port: (2, *value.shape[1:]) for port, value in inputs.items()})
+    bound = submodel.bound(**{port: (at_once, *value.shape[1:]) for port, value in inputs.items()})
     read = submodel.part.read(submodel.config) if submodel.part.read else None
-    for begin in range(0, len(wanted), 2):
-        pair = wanted[begin : begin + 2]
+    for begin in range(0, len(wanted), at_once):
+        taken = wanted[begin : begin + at_once]
         for port, value in inputs.items():
-            submodel.place.put(bound.inputs[port], value[pair])  # a single row fills both places
+            submodel.place.put(bound.inputs[port], value[taken])  # a single row fills all places
         for output, value in bound.run().items():
             if read is None or output in read:
-                found.setdefault(output, []).extend(value[: len(pair)].clone())
+                found.setdefault(output, []).extend(value[: len(taken)].clone())
     order = [once.index(row) for row in rows]
     return {output: torch.stack([values[index] for index in order]) for output, values in found.items()}
 

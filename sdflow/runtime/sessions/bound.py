@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +76,25 @@ class Bound:
             self._find_outputs()
         return self.outputs
 
+    def prepare(self) -> Bound:
+        """On a device, do what precedes the first run, unless shapes vary; returns itself. Sessions may do this at the same
+        time, in threads of their own, where no run is captured meanwhile."""
+        if self._unprepared and self.outputs:
+            with self._place.current(), self._ready():
+                pass
+        return self
+
     def _run(self) -> None:
+        with self._ready():
+            if self._copied:
+                self._bind_inputs()
+            if self._waits:
+                self._place.stream.synchronize()
+            self._session.run_with_iobinding(self._io, self._options)
+
+    @contextmanager
+    def _ready(self) -> Iterator[None]:
+        """Have the weights and working memory on the device, and the session prepared."""
         import onnxruntime
 
         try:
@@ -85,11 +103,7 @@ class Bound:
             with nullcontext() if self._resident is None else self._resident.using(working):
                 if self._unprepared:
                     self._prepare()
-                if self._copied:
-                    self._bind_inputs()
-                if self._waits:
-                    self._place.stream.synchronize()
-                self._session.run_with_iobinding(self._io, self._options)
+                yield
         except onnxruntime_errors(onnxruntime) as error:
             target, built_for = (getattr(self._session, name, None) for name in ("loaded_on", "built_for"))
             provider = self._session.get_providers()[0]

@@ -58,6 +58,12 @@ class DeviceWeights:
         """Working memory in bytes of sessions that are created from now on, in float32 (`row_bytes`). It is kept free
         for their first runs."""
 
+    def load(self) -> None:
+        """Copy the weights to the device, unless they are there. Raises VerificationError like `of`."""
+        with self._lock:
+            if self._values is None:
+                self._values = self._copied()
+
     def of(self, graph: onnx.ModelProto) -> dict[str, onnxruntime.OrtValue]:
         """Return initializer name -> device value, for a graph whose initializers are in the model's data file.
 
@@ -72,10 +78,8 @@ class DeviceWeights:
         TargetUnavailableError without a C compiler."""
         if self.plan is None:
             return None
-        with self._lock:
-            if self._values is None:
-                self._values = self._copied()
-            return self._streams
+        self.load()
+        return self._streams
 
     def tensors(self, names: Collection[str]) -> dict[str, torch.Tensor]:
         """Return the same memory as read-only tensors, by the model's names. The weights stay on the device from now
@@ -97,9 +101,7 @@ class DeviceWeights:
 
     def _of(self, graph: onnx.ModelProto) -> dict[str, torch.Tensor]:
         with self._lock:
-            if self._values is None:
-                self._values = self._copied()
-            values = self._values
+            values = self._values = self._copied() if self._values is None else self._values
         wanted = {tensor.name: span_of(tensor) for tensor in graph.graph.initializer if is_external(tensor)}
         return {name: values[span] for name, span in wanted.items() if span in values}
 
@@ -126,14 +128,14 @@ class DeviceWeights:
 
         def read(memory: torch.Tensor, begin: int = 0) -> None:
             """Read the values that do not end before `begin`."""
+            # Copy on write: torch requires writable memory. Mapping a file for each value would take as long as copying.
+            files = {name: np.memmap(self._model.parent / name, np.uint8, "c") for name in {span[0] for span in found}}
             end = 0
             for (location, offset, length), slot in zip(found, memory.split(sizes), strict=True):
                 end += len(slot)
                 if end <= begin:
                     continue
-                # Copy on write: torch requires writable memory.
-                data = np.memmap(self._model.parent / location, np.uint8, "c", offset, (length,))
-                slot[:length].copy_(torch.from_numpy(data))
+                slot[:length].copy_(torch.from_numpy(files[location][offset : offset + length]))
 
         if self._residency is None:
             memory = torch.empty(size, dtype=torch.uint8, device=self._device)

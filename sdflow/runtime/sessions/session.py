@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +40,6 @@ from sdflow.runtime.sessions.engine_cache import (
     engine_folders,
     keeps_engines,
 )
-from sdflow.runtime.sessions.engine_share import fetch_engines, has_engines, push_folder, remote_of_engines
 from sdflow.runtime.sessions.shape_nodes import runs_on_device
 from sdflow.runtime.sessions.tuning import UNTUNED, Tuning
 from sdflow.runtime.sessions.webgpu_angles import with_right_angles
@@ -181,10 +180,7 @@ def create_session(
     if devices:
         session_options.add_provider_for_devices(devices[:1], providers[provider])
 
-    remote = None if engines is None else remote_of_engines()
-    if engines is not None and remote is not None:
-        fetch_engines(engines.engines, remote)
-    had = engines is None or has_engines(engines.engines)
+    shared = None if engines is None else _shared(engines)
 
     def load() -> Any:
         # The CPU provider is not listed for other targets: ONNX Runtime appends it anyway, for leftover nodes.
@@ -224,13 +220,24 @@ def create_session(
         )
     if target.session.needs_cuda:
         _require_cudnn(target)
-    if engines is not None and remote is not None and not had:
-        push_folder(engines.engines, remote)
+    if shared is not None:
+        shared()
     session.weights, session.live, session.streams = weights, live, streams  # must outlive the session
     session.loaded_on, session.built_for = target.name, options.built_for
     captured = "1" in (each.get("enable_cuda_graph") for each in providers.values())
     session.whole = captured or not target.session.needs_cuda or runs_on_device(session, read)
     return session
+
+
+def _shared(engines: EngineFolders) -> Callable[[], object] | None:
+    """Fetch engines from the remote cache, if there is one. Return what pushes new ones, if there were none."""
+    from sdflow.runtime.sessions.engine_share import fetch_engines, has_engines, push_folder, remote_of_engines
+
+    remote = remote_of_engines()
+    if remote is None:
+        return None
+    fetch_engines(engines.engines, remote)
+    return None if has_engines(engines.engines) else partial(push_folder, engines.engines, remote)
 
 
 def _session_options(ort: Any, target: Target, options: LoadOptions) -> Any:

@@ -145,6 +145,12 @@ class Submodel:
         if self.weights is not None:
             self.weights.release()
 
+    def load_weights(self) -> None:
+        """Copy weights that its sessions share to the device, unless they are there."""
+        if self.weights is not None:
+            with self.place.current():
+                self.weights.load()
+
     def part_session(self, graph: Any, *, capture: bool = True) -> onnxruntime.InferenceSession:
         """Create a session for a part of the graph (a ModelProto) with the same options. capture: whether shapes are
         fixed."""

@@ -135,6 +135,7 @@ class SharedSteps:
         with self._model.place.current():
             names = self.moving.latents, self._prediction
             made = self._forms[size, halves] = _Form(session, self._model, self._time_values, names, size, halves)
+        self._lacked.pop((size, halves), None)
         self.one_time |= made.one_time
         return made
 

@@ -8,16 +8,19 @@ let urls = [];
 export const references = () => (parts.references.hidden ? [] : urls.map((url) => url.split(",")[1]));
 
 export async function addReferences(files, most) {
-  for (const file of files) {
-    if (urls.length >= most) throw new Error(`This pipeline takes at most ${most} reference images.`);
-    const url = await dataUrl(file);
-    await smaller(url).catch(() => {
-      throw new Error(`${file.name} is not an image that this browser can read.`);
-    });
-    urls.push(url);
+  try {
+    for (const file of files) {
+      if (urls.length >= most) throw new Error(`This pipeline takes at most ${most} reference images.`);
+      const url = await dataUrl(file);
+      await smaller(url).catch(() => {
+        throw new Error(`${file.name} is not an image that this browser can read.`);
+      });
+      urls.push(url);
+    }
+  } finally {
+    parts.reference_files.value = "";
+    show(); // those before a file that was refused are there
   }
-  parts.reference_files.value = "";
-  show();
 }
 
 function show() {

@@ -18,17 +18,16 @@ def group_norm(b: Builder, node: Node) -> list[str]:
 
 
 def skip_group_norm(b: Builder, node: Node) -> list[str]:
-    """GroupNorm of s = x + skip + bias; s is the second output. x (N, H, W, C); skip the same, (N, 1, 1, C) or (N, C)."""
+    """GroupNorm of s = x + skip + bias; s is the second output. x (N, H, W, C); skip the same, (N, 1, 1, C) or (N, C):
+    with H and W as one axis, all of them have as many, also where a quantized product's are unknown."""
     last = bool(node.attribute("channels_last", 1))
     x, skip, bias = node.input(0), node.input(3), node.optional(4)
-    channels = b.op("Shape", node.raw(1))
-    if b.rank(node.raw(3)) == 2:
-        spatial = b.ints(1, 1)
-        axes = (spatial, channels) if last else (channels, spatial)
-        skip = b.op("Reshape", skip, b.op("Concat", b.ints(0), *axes, axis=0))
     if bias is not None:
         x = b.op("Add", x, bias if last else b.op("Unsqueeze", bias, b.ints(1, 2)))
-    total = b.rounded(b.op("Add", x, skip), node.element_type)
+    axes = b.ints(-1), b.op("Shape", node.raw(1))
+    rows = b.op("Concat", b.ints(0), *(axes if last else reversed(axes)), axis=0)
+    total = b.op("Add", b.op("Reshape", x, rows), b.op("Reshape", skip, rows))
+    total = b.rounded(b.op("Reshape", total, b.op("Shape", x)), node.element_type)
     return [_group_norm(b, node, total), total]
 
 

@@ -186,12 +186,23 @@ def test_control_flow_old_operator_sets_cycles_and_unknown_values_are_errors() -
 
 
 def test_an_unknown_number_of_dimensions_is_an_error_where_it_matters() -> None:
-    x = np.ones((1, 2, 2, 4), np.float32)
-    inputs = {"x": x, "g": x[0, 0, 0], "b": x[0, 0, 0], "skip": x}
-    model = model_of("SkipGroupNorm", inputs, ["y"], groups=2, activation=0)
+    x = np.ones((1, 2, 4), np.float32)
+    model = model_of("SimplifiedLayerNormalization", {"x": x, "g": x[0, 0]}, ["y"], axis=2)
     lower(model)
-    model.graph.input[3].type.tensor_type.ClearField("shape")
-    refused(model, "the_node", "skip", "dimensions")
+    model.graph.input[0].type.tensor_type.ClearField("shape")
+    refused(model, "the_node", "'x'", "dimensions")
+
+
+def test_a_skip_of_unknown_dimensions_is_added_as_its_values_are() -> None:
+    """As a timestep's embedding from a product in 4 bits: ONNX knows that a Gemm's result has two, and nothing of MatMulNBits."""
+    x, c = np.random.default_rng(0).standard_normal((2, 3, 5, 4)).astype(np.float16), np.ones(4, np.float16)
+    for skip in (x, x[:, :1, :1], x[:, 0, 0]):
+        inputs = {"x": x, "g": c, "b": c, "skip": skip}
+        model = model_of("SkipGroupNorm", inputs, ["y"], groups=2, activation=0)
+        (expected,) = session_of(lower(model), Path(), threads=1).run(None, inputs)
+        model.graph.input[3].type.tensor_type.ClearField("shape")
+        (actual,) = session_of(lower(model), Path(), threads=1).run(None, inputs)
+        assert np.array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("opset", [13, 14, 18, 21])
