@@ -163,7 +163,8 @@ class TargetUnavailableError(SdflowError):
 
 
 class TiledWarning(UserWarning):
-    """A VAE runs in tiles because the whole image does not fit in memory; the image differs slightly."""
+    """A VAE runs in bands of rows because the whole image does not fit in memory. The image is the same except for rounding;
+    if the message names tiles instead of bands, it differs slightly."""
 
 
 class SlowerWarning(UserWarning):

@@ -79,7 +79,7 @@ OPERATORS = {
     (path, EPSILON): "an attribute of operators"
     for path in (
         *("passes/activation_scaling.py", "passes/conv_bias_fusion.py", "verify/lowering/normalization.py"),
-        "runtime/kernels/float8.py",
+        *("runtime/bands/norms.py", "runtime/kernels/float8.py"),
         *("runtime/kernels/float8_proof.py", "runtime/kernels/replace.py", "runtime/kernels/residuals.py"),
         *("runtime/kernels/rotary.py", "runtime/kernels/rotary_definitions.py", "runtime/kernels/rotary_graph.py"),
         *("runtime/kernels/transformer_definitions.py", "runtime/kernels/proof.py"),

@@ -92,7 +92,7 @@ class MemoryNeed:
         return self.outside + max(
             each.weights + kept + (0 if kept and name in (self.denoiser, *self.nets) else each.working)
             for name, each in found.items()
-            if self.low_memory or name != self.decoder  # the decoder works in tiles if necessary
+            if self.low_memory or name != self.decoder  # the decoder works in bands if necessary
         )
 
     @property
@@ -153,7 +153,7 @@ class MemoryNeed:
         return self.weights + self.planned + HEADROOM <= available - CONTEXT
 
     def tiled(self, way: Way, available: int) -> bool:
-        """Whether the VAE would decode an image of this size in tiles (`sdflow.runtime.vae`)."""
+        """Whether the VAE would decode an image of this size in bands (`sdflow.runtime.vae`)."""
         if self.low_memory:
             return False
         others = self.weights if way == "resident" else self.submodels[self.decoder].weights

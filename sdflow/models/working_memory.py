@@ -40,6 +40,13 @@ def full_size_channels(config: Config) -> int:
     return int(max(config["block_out_channels"][:2]))
 
 
+def block_channels(config: Config) -> int:
+    """Return the channels at full image size of a VAE block's input, its shortcut, and its inner value together, the most
+    of all blocks."""
+    halves = [config[name] for name in ("block_out_channels", "decoder_block_out_channels") if config.get(name)]
+    return max(int(max(widths[:2]) + 2 * widths[0]) for widths in halves)
+
+
 def vae_values(config: Config, widths: Sequence[int], rows: int, columns: int) -> int:
     """Estimate the values of one half of a VAE, per image. widths: by level, the one with the most pixels first."""
     pixels = rows * columns << 2 * (len(widths) - 1)

@@ -72,7 +72,7 @@ def _comments(pipeline: PipelineSpec, chosen: Choice, quicker: Sequence[Choice],
         lines.append(f"#   {submodel:16}{spell_bytes(each.weights)} of weights{working}    {why}")
     lines.append(f"# {_why_this_way(chosen, available)}")
     if need.tiled(chosen.way, available):
-        lines.append("# The VAE decodes in tiles, which changes images slightly.")
+        lines.append("# The VAE decodes in bands of rows, which takes longer.")
     lines += [f"# Quicker: {in_words(each)} takes {spell_bytes(each.peak)}." for each in quicker]
     return lines
 

@@ -112,7 +112,7 @@ class GenerateRequest(Settings):
     sheet: Annotated[bool, Parameter("Write a contact sheet of several images.")] = True
     batch: Annotated[int, Parameter("Batch size.", least=1)] = 1
     target: Annotated[str | None, Parameter("Target to run on.", otherwise="the one the pipeline was built for")] = None
-    low_memory: Annotated[bool, Parameter("Load one submodel at a time and tile the VAE. Slower.")] = False
+    low_memory: Annotated[bool, Parameter("Load one submodel at a time and run the VAE in bands. Slower.")] = False
     keep: Annotated[
         Keep,
         Parameter(
@@ -139,7 +139,7 @@ class GenerateRequest(Settings):
     vae_tiles: Annotated[
         bool | None,
         Parameter(
-            "Tile the VAE, which changes the image slightly.", otherwise="if memory is short, or with --low-memory"
+            "Run the VAE in bands of rows: less memory, slower.", otherwise="if memory is short, or with --low-memory"
         ),
     ] = None
     threads: Annotated[int | None, Parameter("CPU threads.", least=1)] = None

@@ -13,6 +13,7 @@ from typing import Any
 
 from sdflow.families.shared.base import Family
 from sdflow.machine.memory import HOST, available_bytes
+from sdflow.runtime.bands.memory import LEAST_BAND, band_bytes, stored_bytes
 from sdflow.runtime.files.folder import folder_family, onnx_submodels, submodel_config
 from sdflow.runtime.sessions.working_bytes import BYTES, row_bytes
 from sdflow.runtime.vae import tile_pixels
@@ -30,8 +31,8 @@ IMAGE_COPIES = 8
 def most_pixels(folder: Path, available: int | None = None, *, images: int = 1, device: str = HOST) -> int:
     """Return the maximum number of pixels (height times width) of an image of this pipeline folder on this machine.
 
-    The minimum of MOST_SIDES squared times the model's own pixels, and what fits in memory with guidance and a tiled
-    VAE. Never less than the model's own size.
+    The minimum of MOST_SIDES squared times the model's own pixels, and what fits in memory with guidance and the
+    VAE in bands. Never less than the model's own size.
 
     folder: a pipeline folder, loaded or not; only its configs are read, and for "cpu" neither torch nor ONNX Runtime is
     imported. available: bytes available on top of current use; None: as measured now on the device. Call it in the
@@ -69,7 +70,7 @@ def drawing_bytes(
     family: Family, configs: Mapping[str, Mapping[str, Any]], side: int, *, images: int = 1, device: str = HOST
 ) -> int:
     """Estimate the memory besides weights to draw square images of this latent side: a denoiser step with guidance and
-    its ControlNets, whose memory is retained, and the decoder in tiles of its own size."""
+    its ControlNets, whose memory is retained, and the decoder: whole up to its own size, in bands for larger images."""
     latents = family.latents(configs)
     nets = family.nets(configs).values()
     rows = 2 * images
@@ -77,6 +78,11 @@ def drawing_bytes(
     tile = min(side, tile_pixels(configs[family.decoder]) // latents.scale)
     decoded = working_bytes(family, family.decoder, configs[family.decoder], tile, device)
     pixels = (side * latents.scale) ** 2
+    if side > tile:
+        config, least = configs[family.decoder], min(side, LEAST_BAND)
+        model = family.part(family.decoder).of(config).model
+        stored = stored_bytes(config, side * latents.scale, side * latents.scale) if device == HOST else 0
+        decoded = max(decoded, stored + band_bytes(model, config, (side, side), least, latents.scale))
     return rows * step + decoded + IMAGE_COPIES * images * pixels * 3 * BYTES
 
 

@@ -1,16 +1,27 @@
-"""Encode and decode images with the VAE one at a time, in tiles if memory is short."""
+"""Encode and decode images with the VAE one at a time, in bands of rows if memory is short.
+
+In bands, the result is that of the whole image except for rounding (`sdflow.runtime.bands`). Graphs that cannot run in
+bands, and targets that compile every graph, use overlapping tiles instead, which change the image
+(`sdflow.runtime.blended_tiles`).
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sdflow.errors import TiledWarning
+from sdflow.errors import PassError, TiledWarning
 from sdflow.families.shared.latents import Latents
-from sdflow.machine.memory import available_bytes
+from sdflow.machine.memory import HOST, available_bytes
 from sdflow.models.ports import Role
 from sdflow.models.vae_half import DecoderHalf
+from sdflow.runtime.bands.decompose import decompose
+from sdflow.runtime.bands.memory import LEAST_BAND, band_bytes, stored_bytes
+from sdflow.runtime.bands.run import Bands
+from sdflow.runtime.blended_tiles import in_tiles
+from sdflow.runtime.sessions.dimensions import free_dimensions
 from sdflow.runtime.sessions.residency import HEADROOM
 from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.runtime.sessions.working_bytes import row_bytes
@@ -19,7 +30,6 @@ from sdflow.units import spell_bytes
 if TYPE_CHECKING:
     import torch
 
-TILE_OVERLAP = 0.25
 TILE = 512
 """Default tile side in pixels, for VAEs whose config does not have their own size."""
 
@@ -34,34 +44,75 @@ ALWAYS_THERE = 1 << 28
 """Runs with smaller estimates (in bytes) do not check free memory."""
 
 
+@dataclass(frozen=True)
+class Tiling:
+    """How an image is divided. pixels: rows of a band, or side of a square tile. storage: where values between the
+    stages of bands lie, in torch's notation; None: blended tiles."""
+
+    pixels: int
+    storage: str | None
+
+
 def tile_pixels(config: Mapping[str, Any]) -> int:
     """Return the tile side in pixels: the image size that the VAE was made for."""
     return int(config.get("sample_size", TILE))
 
 
-def tile_side(half: Submodel, rows: int, columns: int, scale: int, tiles: bool | None) -> int | None:
-    """Return the tile side in pixels for latents of this size, or None to process the whole.
+def tiling(half: Submodel, rows: int, columns: int, scale: int, tiles: bool | None) -> Tiling | None:
+    """Return how latents of this size are divided, or None to process the whole.
 
-    scale: pixels per latent. tiles: None: tile only if the whole would exceed free memory, with tiles of the VAE's own
-    size, halved until one fits.
+    scale: pixels per latent. tiles: None: only if the whole would exceed free memory, with bands or tiles as large as
+    fit; True: bands with as many pixels as the VAE's own size, or tiles of that size.
     """
+    compiled = half.static_shapes or half.profiles  # each size would be compiled, and the device's memory is unknown
+    banded = not (compiled or half.path is None or half.blends)
     own = tile_pixels(half.config)
     if tiles is not None:
-        return own if tiles and max(rows, columns) * scale > own else None
-    if half.static_shapes or half.profiles:  # each tile size would be compiled, and the device's memory is unknown
+        if banded:
+            band = max(LEAST_BAND, own * own // (columns * scale) // scale)
+            return _on_storage(half, band, rows, columns, scale) if tiles and band < rows else None
+        return Tiling(own, None) if tiles and max(rows, columns) * scale > own else None
+    if compiled:
         return None
     wanted = _wanted(half, rows, columns)
     if wanted <= max(ALWAYS_THERE, half.reached):
         return None
     free = SHARE * _room(half)
-    side = own
-    while side // 2 >= LEAST_TILE and _wanted(half, side // scale, side // scale) > free:
-        side //= 2
-    tiled = wanted > free and max(rows, columns) * scale > side
+    found, least = None, wanted
+    if wanted > free and banded and rows > LEAST_BAND:
+        found, least = _largest_bands(half, rows, columns, scale, free)
+    elif wanted > free and not banded:
+        side = own
+        while side // 2 >= LEAST_TILE and _wanted(half, side // scale, side // scale) > free:
+            side //= 2
+        if max(rows, columns) * scale > side:
+            found, least = Tiling(side, None), _wanted(half, side // scale, side // scale)
     if half.residency is not None:
-        least = _wanted(half, side // scale, side // scale) if tiled else wanted
         half.residency.make_room(int(least / SHARE) + HEADROOM)
-    return side if tiled else None
+    return found
+
+
+def _largest_bands(half: Submodel, rows: int, columns: int, scale: int, free: float) -> tuple[Tiling, int]:
+    """Return the largest bands that fit in the free bytes of the device, and how much they take: with all values on the
+    device, else with those between stages in host memory. If nothing fits, the smallest."""
+    model, device = half.part.model, half.place.device
+    needs = []
+    for storage in dict.fromkeys((device, HOST)):
+        stored = stored_bytes(half.config, rows * scale, columns * scale) if storage == device else 0
+        band = rows
+        while band > LEAST_BAND:
+            band = max(LEAST_BAND, -(-band // 2))
+            needs.append(
+                (Tiling(band * scale, storage), stored + band_bytes(model, half.config, (rows, columns), band, scale))
+            )
+    return next((each for each in needs if each[1] <= free), needs[-1])
+
+
+def _on_storage(half: Submodel, band: int, rows: int, columns: int, scale: int) -> Tiling:
+    stored = stored_bytes(half.config, rows * scale, columns * scale)
+    needed = stored + band_bytes(half.part.model, half.config, (rows, columns), band, scale)
+    device = half.place.device
+    return Tiling(band * scale, device if device == HOST or needed <= SHARE * _room(half) else HOST)
 
 
 def decode(
@@ -70,23 +121,12 @@ def decode(
     """Decode latents (images, channels, rows, columns) to images (1, 3, height, width) in [-1, 1].
 
     Runs the decoder once per image: as fast as all at once, in the memory of one. Each image is valid until the next.
-    tiles: see `tile_side`; unrequested tiling warns with TiledWarning.
+    tiles: see `tiling`; unrequested tiling warns with TiledWarning.
     """
-
-    def run(part: torch.Tensor) -> torch.Tensor:
-        bound = decoder.bound(**{given: tuple(part.shape)})
-        bound.inputs[given].copy_(part)
-        return bound.run()[made]
-
-    given, made = decoder.port(Role.LATENTS), decoder.port(Role.PIXELS)
     rows, columns = latents.shape[2:]
-    side = _chosen(decoder, rows, columns, what.scale, tiles)
+    run = _runner(decoder, Role.LATENTS, Role.PIXELS, (rows, columns, what.scale), tiles)
     for latent in what.to_vae(latents).split(1):
-        if side is None:
-            yield run(latent)
-            _reached(decoder, rows, columns)
-        else:
-            yield in_tiles(run, latent, side // what.scale, side)
+        yield run(latent)
 
 
 def encode(encoder: Submodel, images: torch.Tensor, what: Latents, *, tiles: bool | None = None) -> torch.Tensor:
@@ -94,36 +134,81 @@ def encode(encoder: Submodel, images: torch.Tensor, what: Latents, *, tiles: boo
     `decode`."""
     import torch
 
-    def run(part: torch.Tensor) -> torch.Tensor:
-        bound = encoder.bound(**{given: tuple(part.shape)})
-        bound.inputs[given].copy_(part)
-        return bound.run()[made]
-
-    given, made = encoder.port(Role.PIXELS), encoder.port(Role.LATENTS)
     rows, columns = (size // what.scale for size in images.shape[2:])
-    side = _chosen(encoder, rows, columns, what.scale, tiles)
-    encoded = []
-    for image in images.split(1):
-        found = run(image) if side is None else in_tiles(run, image, side, side // what.scale)
-        encoded.append(found.to(torch.float32, copy=True))
-    if side is None:
-        _reached(encoder, rows, columns)
+    run = _runner(encoder, Role.PIXELS, Role.LATENTS, (rows, columns, what.scale), tiles)
+    encoded = [run(image).to(torch.float32, copy=True) for image in images.split(1)]
     latents: torch.Tensor = what.from_vae(torch.cat(encoded))
     return latents
 
 
-def _chosen(half: Submodel, rows: int, columns: int, scale: int, tiles: bool | None) -> int | None:
-    side = tile_side(half, rows, columns, scale, tiles)
-    if side is not None and tiles is None:
-        wanted = _wanted(half, rows, columns)
-        free = _room(half)
-        warnings.warn(
-            f"the {half.part.name.replace('_', ' ')} is tiled ({side} pixels), which changes the image slightly: "
-            f"without tiles it needs about {spell_bytes(wanted)}, but only {spell_bytes(free)} are free",
-            TiledWarning,
-            stacklevel=3,
-        )
-    return side
+def _runner(
+    half: Submodel, read: Role, written: Role, size: tuple[int, int, int], tiles: bool | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what computes one image. size: rows and columns of the latents, and pixels per latent."""
+    given, made = half.port(read), half.port(written)
+    rows, columns, scale = size
+    before, after = (1 if role is Role.LATENTS else scale for role in (read, written))
+
+    def run(part: torch.Tensor) -> torch.Tensor:
+        bound = half.bound(**{given: tuple(part.shape)})
+        bound.inputs[given].copy_(part)
+        return bound.run()[made]
+
+    def run_whole(image: torch.Tensor) -> torch.Tensor:
+        result = run(image)
+        _reached(half, rows, columns)
+        return result
+
+    chosen = tiling(half, rows, columns, scale, tiles)
+    if chosen is not None and chosen.storage is not None:
+        try:
+            bands = _bands(half, given, before, size, chosen)
+        except PassError as error:
+            half.blends = True
+            _warn(half, f"cannot run in bands ({error.what}) but in tiles, which changes the image slightly")
+            chosen = tiling(half, rows, columns, scale, tiles)
+        else:
+            if tiles is None:
+                _warn(half, f"runs in bands of {chosen.pixels} pixels: at once {_lacking(half, rows, columns)}")
+            return bands
+    if chosen is None:
+        return run_whole
+    if tiles is None:
+        lacking = _lacking(half, rows, columns)
+        _warn(half, f"is tiled ({chosen.pixels} pixels), which changes the image slightly: without tiles {lacking}")
+    sides = tuple(chosen.pixels // scale * each for each in (before, after))
+    return lambda image: in_tiles(run, image, *sides)
+
+
+def _bands(half: Submodel, given: str, factor: int, size: tuple[int, int, int], chosen: Tiling) -> Bands:
+    """Return the half in bands for this size; the last one is kept. given: its input. factor: of the input's rows per
+    latent row. Raises PassError like `decompose`."""
+    rows, columns, scale = size
+    key = rows, columns, chosen
+    if half.banded is None or half.banded[0] != key:
+        half.banded = None
+        graph = half.graph()
+        (port,) = (port for port in half.part.model.ports(half.config).inputs if port.name == given)
+        channels = port.axes[1]
+
+        def sizes(count: int) -> dict[str, int]:
+            shape = (1, int(channels), count * factor, columns * factor)
+            return free_dimensions(graph, {given: shape}, str(half.path))
+
+        assert chosen.storage is not None, "blended tiles are not bands"
+        parts = decompose(graph, sizes, rows, chosen.pixels // scale)
+        half.banded = key, Bands(half, parts, chosen.storage)
+    found: Bands = half.banded[1]
+    return found
+
+
+def _lacking(half: Submodel, rows: int, columns: int) -> str:
+    wanted, free = _wanted(half, rows, columns), _room(half)
+    return f"it needs about {spell_bytes(wanted)}, but only {spell_bytes(free)} are free"
+
+
+def _warn(half: Submodel, what: str) -> None:
+    warnings.warn(f"the {half.part.name.replace('_', ' ')} {what}", TiledWarning, stacklevel=4)
 
 
 def _wanted(half: Submodel, rows: int, columns: int) -> int:
@@ -147,40 +232,3 @@ def _reached(half: Submodel, rows: int, columns: int) -> None:
         return
     wanted = _wanted(half, rows, columns)
     half.reached = max(half.reached, wanted)
-
-
-def in_tiles(
-    run: Callable[[torch.Tensor], torch.Tensor], whole: torch.Tensor, size: int, out_size: int
-) -> torch.Tensor:
-    """Run overlapping square tiles of `whole`, and blend them at their seams.
-
-    size, out_size: tile size before and after `run`. Tiles and blending match diffusers' AutoencoderKL (0.42),
-    `tiled_decode` and `_tiled_encode`.
-    """
-    import torch
-
-    step, blended = int(size * (1 - TILE_OVERLAP)), int(out_size * TILE_OVERLAP)
-    rows = [
-        [run(whole[:, :, top : top + size, left : left + size]).clone() for left in range(0, whole.shape[3], step)]
-        for top in range(0, whole.shape[2], step)
-    ]
-    for index, row in enumerate(rows):
-        for column, tile in enumerate(row):
-            if index > 0:
-                _blend(rows[index - 1][column], tile, blended, 2)
-            if column > 0:
-                _blend(row[column - 1], tile, blended, 3)
-    keep = out_size - blended
-    return torch.cat([torch.cat([tile[:, :, :keep, :keep] for tile in row], 3) for row in rows], 2)
-
-
-def _blend(before: torch.Tensor, tile: torch.Tensor, extent: int, axis: int) -> None:
-    """Blend the end of `before` into the beginning of `tile`, in place."""
-    import torch
-
-    extent = min(before.shape[axis], tile.shape[axis], extent)
-    weight = torch.arange(extent, device=tile.device, dtype=tile.dtype) / extent
-    weight = weight.reshape([-1 if each == axis else 1 for each in range(4)])
-    begin = tile.narrow(axis, 0, extent)
-    end = before.narrow(axis, before.shape[axis] - extent, extent)
-    begin.copy_(end * (1 - weight) + begin * weight)

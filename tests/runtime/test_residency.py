@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from sdflow.errors import UsageError
 from sdflow.runtime import vae
+from sdflow.runtime.bands.memory import band_bytes, stored_bytes
 from sdflow.runtime.draw_request import PARAMETERS
 from sdflow.runtime.drawing.turns import moving_weights
 from sdflow.runtime.files.folder import folder_family, submodel_config
@@ -167,15 +168,15 @@ def test_weights_leave_only_as_far_as_their_room_is_needed() -> None:
     device.maps.clear()
 
 
-def test_a_decoder_evicts_what_it_needs_and_works_in_tiles_only_if_all_would_not_suffice(
+def test_a_decoder_evicts_what_it_needs_and_works_in_bands_only_if_all_would_not_suffice(
     tiny_pipeline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = submodel_config(tiny_pipeline, "vae_decoder")
     part = folder_family(tiny_pipeline).part("vae_decoder").of(config)
     monkeypatch.setattr(vae, "ALWAYS_THERE", 0)
 
-    def side(room: int) -> tuple[int | None, int]:
-        """The side of the tiles for a large image, and how much then leaves; of `room` bytes, all but 5 MB are in use."""
+    def tiled(room: int) -> tuple[vae.Tiling | None, int]:
+        """The bands for a large image, and how much then leaves; of `room` bytes, all but 5 MB are in use."""
         device = Device(HEADROOM + 5 * MB)
         places, weights = Residency(device.free, lambda: None), Pieces(device, (room - 5 * MB) // MB, MB)
         device.size += weights.size
@@ -183,20 +184,21 @@ def test_a_decoder_evicts_what_it_needs_and_works_in_tiles_only_if_all_would_not
             assert device.free() == HEADROOM + 5 * MB
         half: Any = SimpleNamespace(
             part=part, config=config, place=SimpleNamespace(device="cuda"), residency=places, reached=0,
-            static_shapes=False, profiles=False,
+            static_shapes=False, profiles=False, path=Path("model.onnx"), blends=False,
         )  # fmt: skip
-        found = vae.tile_side(half, 128, 128, 8, None), weights.missing
+        found = vae.tiling(half, 128, 128, 8, None), weights.missing
         device.maps.clear()
         return found
 
     half: Any = SimpleNamespace(part=part, config=config, place=SimpleNamespace(device="cuda"))
     whole = int(vae._wanted(half, 128, 128) / vae.SHARE)
-    found, left = side(whole + 40 * MB)
+    found, left = tiled(whole + 40 * MB)
     assert found is None and whole - 5 * MB <= left <= whole - 3 * MB
-    found, left = side(whole - HEADROOM - 20 * MB)
-    assert found == vae.tile_pixels(config)
-    tile = int(vae._wanted(half, found // 8, found // 8) / vae.SHARE)
-    assert max(0, tile - 5 * MB) <= left <= max(0, tile - 3 * MB)
+    found, left = tiled(whole - HEADROOM - 20 * MB)
+    assert found is not None and found.storage in ("cpu", "cuda")
+    stored = stored_bytes(config, 1024, 1024) if found.storage == "cuda" else 0
+    needed = int((stored + band_bytes(part.model, config, (128, 128), found.pixels // 8, 8)) / vae.SHARE)
+    assert max(0, needed - 5 * MB) <= left <= max(0, needed - 3 * MB)
 
 
 def test_room_is_made_for_what_work_allocates_even_if_its_weights_are_there() -> None:

@@ -183,20 +183,16 @@ def test_sessions_of_fixed_shapes_compute_the_same_and_only_some_are_kept(
     assert len(kept) == KEPT
 
 
-def test_with_little_memory_the_image_is_the_one_that_diffusers_decodes_in_tiles(
+def test_with_little_memory_the_image_is_the_one_that_diffusers_decodes_whole(
     tiny_pipeline: Path, tiny_torch: Any
 ) -> None:
-    """Larger than the VAE's own size, so that there are tiles; one submodel is loaded at a time."""
+    """Larger than the VAE's own size, so that there are bands; one submodel is loaded at a time."""
     frugal = Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False, low_memory=True)
     size = int(frugal.submodels["vae_decoder"].config["sample_size"])
     latents = torch.randn(frugal.latents_shape(1, size + 64, size + 128), generator=generator())
     drawn = frugal.decode(latents)
-    tiny_torch.vae.enable_tiling()
-    try:
-        with torch.no_grad():
-            expected = tiny_torch.vae.decode(latents / tiny_torch.vae.config.scaling_factor).sample
-    finally:
-        tiny_torch.vae.disable_tiling()
+    with torch.no_grad():
+        expected = tiny_torch.vae.decode(latents / tiny_torch.vae.config.scaling_factor).sample
     assert_equal_images(drawn.numpy(), (expected / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).numpy())
 
 

@@ -27,7 +27,7 @@ from sdflow.runtime.denoiser.denoiser import (
 from sdflow.runtime.sessions.bound import Bound
 from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.runtime.sessions.working_bytes import row_bytes
-from sdflow.runtime.vae import tile_side
+from sdflow.runtime.vae import tiling
 
 SHARE = 0.5
 """Fraction of free memory (without them) for cached split denoisers of other images; each has its own scratch memory,
@@ -82,7 +82,7 @@ class Denoisers:
     model: the denoiser's graph. nets: ControlNets by name. texts, decoder: the other submodels an image needs. text_rows:
     of each run of a text encoder. scale: image pixels per latent pixel. tokens: sizes of the text token axes at the usual
     length. split: run the denoiser in parts (`sdflow.runtime.denoiser.split`); with nets it stays whole. low_memory: load
-    nothing concurrently. tiles: of the decoder, see `sdflow.runtime.vae.tile_side`. referencing: the denoiser's graph with
+    nothing concurrently. tiles: of the decoder, see `sdflow.runtime.vae.tiling`. referencing: the denoiser's graph with
     inputs for reference images, if any.
     """
 
@@ -277,7 +277,7 @@ class Denoisers:
             if not self._low_memory:
                 others.append(pool.submit(self._model.load_weights))  # while its graph is split
                 others += [pool.submit(bound, text, self._text_rows) for text in texts]
-                if tile_side(self._decoder, shape[2], shape[3], self._scale, self._tiles) is None:
+                if tiling(self._decoder, shape[2], shape[3], self._scale, self._tiles) is None:
                     others.append(pool.submit(bound, self._decoder, 1))
             made = parted.result()
             for each in others:

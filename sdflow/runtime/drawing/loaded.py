@@ -47,10 +47,10 @@ from sdflow.targets import Target
 class LoadedPipeline:
     """The submodels of a pipeline folder.
 
-    low_memory: load each submodel's session on use and unload it afterwards, and tile the VAE.
+    low_memory: load each submodel's session on use and unload it afterwards, and run the VAE in bands.
     moving: the submodels' weights take turns on the device.
-    vae_tiles: whether to tile the VAE; None: only if free memory does not suffice for the whole image, with a
-        TiledWarning.
+    vae_tiles: whether to run the VAE in bands of rows (`sdflow.runtime.vae`); None: only if free memory does not suffice
+        for the whole image, with a TiledWarning.
     options: from model_index.json, as the family reads them. defaults: of a call, by task; None: from the configs.
     split: run the denoiser in parts, to avoid repeated work (`sdflow.runtime.denoiser.split`).
     words: textual inversion embeddings usable in prompts. record: settings written into all its images. second: the

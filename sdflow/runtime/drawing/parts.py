@@ -22,7 +22,7 @@ from sdflow.runtime.drawing.loaded import LoadedPipeline
 from sdflow.runtime.drawing.text import run_rows
 from sdflow.runtime.drawing.waits import Compute, Fetch, Waits
 from sdflow.runtime.files.images import pil_of, require_finite, rounded, unfinite
-from sdflow.runtime.vae import decode, encode, tile_side
+from sdflow.runtime.vae import decode, encode, tiling
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,7 +35,7 @@ SCHEDULES_KEPT = 16
 @dataclass(frozen=True)
 class Images:
     """Result of a call. images: PIL images, or float32 NHWC in [0, 1]. nsfw_content_detected: one per image. vae_tiles:
-    side of the tiles in pixels, if tiled."""
+    rows of the VAE's bands in pixels, or side of its tiles, if it ran in such."""
 
     images: list[Image] | np.ndarray
     nsfw_content_detected: list[bool] | None
@@ -109,10 +109,12 @@ class PipelineParts(LoadedPipeline):
         kept: blended over the decoded images, before the checker sees them."""
         rows, columns = latents.shape[2:]
         decoder = self.submodels[self.family.decoder]
-        tiles = tile_side(decoder, rows, columns, self.latents.scale, self.vae_tiles)
+        tiled = tiling(decoder, rows, columns, self.latents.scale, self.vae_tiles)
         floats, checked = output_type == "np", self.family.checker in self.submodels
         with self.place.current():
             drawn, counts = self._decoded(latents)
+            if tiled is not None and decoder.blends:  # perhaps not known before
+                tiled = tiling(decoder, rows, columns, self.latents.scale, self.vae_tiles)
             drawn = drawn if kept is None else kept.over(drawn)
             shown = drawn if floats and not checked else rounded(drawn)
         pixels, counts = yield Fetch(self.place, [shown, counts])
@@ -129,7 +131,7 @@ class PipelineParts(LoadedPipeline):
                 shown = drawn if floats else rounded(drawn)
             pixels, found = yield Fetch(self.place, [shown, found])
             flags = found.tolist()
-        return Images(pixels.numpy() if floats else pil_of(pixels), flags, tiles)
+        return Images(pixels.numpy() if floats else pil_of(pixels), flags, None if tiled is None else tiled.pixels)
 
     def preview(self, latents: torch.Tensor) -> torch.Tensor:
         """Return preview images, float32 NHWC in [0, 1]: from a tiny VAE at full size, or one pixel per latent

@@ -80,6 +80,10 @@ class Submodel:
         self._bound: OrderedDict[tuple[Any, ...], Bound] = OrderedDict()
         self.reached = 0
         """Estimated memory of the largest run so far, in bytes; its session retains it."""
+        self.banded: tuple[Any, Any] | None = None
+        """The graph in bands of rows (`sdflow.runtime.bands`), after what it was made for."""
+        self.blends = False
+        """Whether the graph was found to be unable to run in bands."""
 
     @property
     def session(self) -> onnxruntime.InferenceSession:
@@ -136,7 +140,7 @@ class Submodel:
     def unload(self) -> None:
         """Free the sessions' memory and all bound tensors."""
         self._bound.clear()
-        self._session = None
+        self._session = self.banded = None
         self.reached = 0
         if self.weights is not None:
             self.weights.release()

@@ -1,0 +1,88 @@
+"""Run a decomposed VAE half, stage by stage and band by band."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sdflow.machine.memory import HOST
+from sdflow.runtime.bands.norms import Norm, Statistics
+from sdflow.runtime.bands.stages import Decomposition, Stage
+from sdflow.runtime.sessions.bound import Bound, empty_inputs
+from sdflow.runtime.sessions.submodel import Submodel
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Bands:
+    """A VAE half that runs in bands of rows.
+
+    storage: device of the values between stages, in torch's notation. On the CPU, sessions are created anew for every
+    stage and image: each would keep its working memory.
+    """
+
+    def __init__(self, half: Submodel, parts: Decomposition, storage: str) -> None:
+        self.parts, self.storage = parts, storage
+        self._half = half
+        self._kept: dict[int, Bound] = {}
+
+    def __call__(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the result for an input (1, channels, rows, columns) of the size of the decomposition."""
+        import torch
+
+        pinned = self._half.place.stream is not None and self.storage == HOST
+        stored = {self.parts.input: whole}
+        parameters: dict[str, torch.Tensor] = {}
+        for place, stage in enumerate(self.parts.stages):
+            made = {
+                value.name: torch.empty(
+                    value.shape, dtype=getattr(torch, value.dtype), device=self.storage, pin_memory=pinned
+                )
+                for value in stage.outputs
+            }
+            statistics = {norm: Statistics(norm.axis) for norm in stage.measured}
+            self._run(self._bound(place), stage, stored, parameters, made, statistics)
+            for norm, found in statistics.items():
+                parameters |= found.parameters(norm)
+            stored |= made
+            for name in self.parts.drops[place]:
+                del stored[name]
+        return stored[self.parts.output].to(self._half.place.device, non_blocking=True)
+
+    def _bound(self, place: int) -> Bound:
+        if place in self._kept:
+            return self._kept[place]
+        stage, device = self.parts.stages[place], self._half.place
+        session = self._half.part_session(stage.model, capture=False)
+        session.shrinks, session.working = True, stage.size
+        bound = Bound(session, device, empty_inputs(session, device.device))
+        if device.stream is not None:
+            self._kept[place] = bound
+        return bound
+
+    def _run(
+        self,
+        bound: Bound,
+        stage: Stage,
+        stored: dict[str, torch.Tensor],
+        parameters: dict[str, torch.Tensor],
+        made: dict[str, torch.Tensor],
+        statistics: dict[Norm, Statistics],
+    ) -> None:
+        for norm in stage.norms:
+            for name in norm.inputs:
+                bound.inputs[name].copy_(parameters[name])
+        for name, value in stage.whole.items():
+            bound.inputs[name].copy_(stored[value.name], non_blocking=True)
+        for begin, first, end in stage.windows(self.parts.rows):
+            for value in stage.banded:
+                rows = stored[value.name].narrow(value.axis, begin * value.scale, stage.rows * value.scale)
+                bound.inputs[value.name].copy_(rows, non_blocking=True)
+            results = bound.run()
+            for value in stage.outputs:
+                at, count = value.scale * first, value.scale * (end - first)
+                kept = results[value.name].narrow(value.axis, at - begin * value.scale, count)
+                made[value.name].narrow(value.axis, at, count).copy_(kept, non_blocking=True)
+                for norm, found in statistics.items():
+                    if norm.source == value.name:
+                        found.add(kept)

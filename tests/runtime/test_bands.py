@@ -1,0 +1,208 @@
+"""A VAE in bands of rows gives the image that it gives as a whole, for every family, on graphs of CPU and CUDA."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from converted import Converted
+from fused import Fused
+from onnx import TensorProto, helper
+
+from sdflow.errors import PassError, TiledWarning
+from sdflow.machine.onnx_runtime import numpy_type
+from sdflow.models.ports import Role
+from sdflow.onnx_model.reading import load_graph
+from sdflow.runtime import vae
+from sdflow.runtime.bands.decompose import decompose
+from sdflow.runtime.bands.memory import band_bytes, stored_bytes
+from sdflow.runtime.bands.norms import Norm, Statistics
+from sdflow.runtime.bands.run import Bands
+from sdflow.runtime.bands.stages import Decomposition
+from sdflow.runtime.pipeline import Pipeline
+from sdflow.runtime.sessions.place import place
+from sdflow.runtime.sessions.session import create_session
+from sdflow.sources import Checkpoint, PlainDigests, open_checkpoint
+from sdflow.targets import TARGETS
+from sdflow.verify.lowering.lower import lower
+
+WORKFLOWS = {
+    "tiny": "sd15-tiny", "sdxl_tiny": "sdxl-tiny", "sd35_tiny": "sd35-tiny", "flux1_schnell_tiny": "flux1-schnell-tiny",
+    "flux2_tiny": "flux2-tiny", "z_image_tiny": "z-image-tiny",
+}  # fmt: skip
+HALVES = ("vae_encoder", "vae_decoder")
+ROWS, COLUMNS, BAND = 13, 6, 5
+"""Of latents: the bands do not divide the image, which is no square."""
+
+
+class Cut:
+    """A half of a tiny VAE, its graph for a target, and its decomposition."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, folder: Path, band: int = BAND) -> None:
+        part = checkpoint.family.part(name).of(checkpoint.submodels[name].load["config"])
+        self.model, self.config = part.model, checkpoint.submodels[name].load["config"]
+        self.path = folder / "model.onnx"
+        self.graph = load_graph(self.path)
+        self.scale = self.model.scale(self.config) or 1
+        (port,) = self.model.ports(self.config).inputs
+        self.factor = 1 if port.role is Role.LATENTS else self.scale
+        self.shape = (1, port.axes[1], ROWS * self.factor, COLUMNS * self.factor)
+        names = [name for name in port.axes if isinstance(name, str)]
+        self.parts = decompose(
+            self.graph,
+            lambda rows: dict(zip(names, (1, rows * self.factor, COLUMNS * self.factor), strict=True)),
+            ROWS,
+            band,
+        )
+
+    def whole(self, graph: Any, image: torch.Tensor) -> np.ndarray:
+        session = create_session(self.path, TARGETS["cpu"], graph=graph)
+        (given,) = session.get_inputs()
+        found: np.ndarray = session.run(None, {given.name: image.to(getattr(torch, numpy_type(given))).numpy()})[0]
+        return np.asarray(found, np.float32)
+
+    def in_bands(self, image: torch.Tensor, lowered: bool = False) -> np.ndarray:
+        def part_session(graph: Any, *, capture: bool) -> Any:
+            return create_session(self.path, TARGETS["cpu"], graph=lower(graph).model if lowered else graph)
+
+        half: Any = SimpleNamespace(place=place("cpu"), part_session=part_session)
+        return np.asarray(Bands(half, self.parts, "cpu")(image).float())
+
+
+@pytest.fixture(params=WORKFLOWS)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def cuts(family: str, target: str, converted: Converted, root: Path) -> list[Cut]:
+    checkpoint = open_checkpoint(f"synthetic:{WORKFLOWS[family]}", digests=PlainDigests(), download=False)
+    made = Fused(family, target, converted, root)(checkpoint, HALVES)
+    return [Cut(checkpoint, name, made[name].path) for name in HALVES]
+
+
+def banded(parts: Decomposition) -> int:
+    return sum(stage.rows < parts.rows for stage in parts.stages)
+
+
+def test_bands_give_the_whole_image(family: str, converted: Converted, tmp_path: Path) -> None:
+    for cut in cuts(family, "cpu", converted, tmp_path):
+        image = torch.randn(cut.shape, generator=torch.Generator().manual_seed(1))
+        expected = cut.whole(cut.graph, image)
+        assert banded(cut.parts) > 2 and any(stage.norms for stage in cut.parts.stages if stage.rows < ROWS)
+        np.testing.assert_allclose(cut.in_bands(image), expected, atol=1e-4)
+        assert cut.parts.stored <= stored_bytes(cut.config, ROWS * cut.scale, COLUMNS * cut.scale)
+        assert cut.parts.size <= band_bytes(cut.model, cut.config, (ROWS, COLUMNS), BAND, cut.scale)
+
+
+def test_graphs_for_cuda_give_it_too(family: str, converted: Converted, tmp_path: Path) -> None:
+    """Lowered to operators of the CPU, which compute what CUDA computes: in 16 bits, channels last."""
+    for cut in cuts(family, "cuda", converted, tmp_path):
+        assert any(node.op_type == "NhwcConv" for stage in cut.parts.stages for node in stage.model.graph.node)
+        assert not any("GroupNorm" in node.op_type for stage in cut.parts.stages for node in stage.model.graph.node)
+        image = torch.randn(cut.shape, generator=torch.Generator().manual_seed(1))
+        expected = cut.whole(lower(cut.graph).model, image)
+        np.testing.assert_allclose(cut.in_bands(image, lowered=True), expected, atol=2e-2)
+
+
+def test_both_targets_are_cut_at_the_same_places(converted: Converted, tmp_path: Path) -> None:
+    for on_cpu, on_cuda in zip(
+        *(cuts("tiny", target, converted, tmp_path / target) for target in ("cpu", "cuda")), strict=True
+    ):
+        found = [
+            [[(norm.groups, norm.epsilon) for norm in stage.norms] for stage in cut.parts.stages]
+            for cut in (on_cpu, on_cuda)
+        ]
+        assert [[groups for groups, _ in each] for each in found[0]] == [
+            [groups for groups, _ in each] for each in found[1]
+        ]
+
+
+def test_attention_reads_all_keys_in_every_band(converted: Converted, tmp_path: Path) -> None:
+    """A band that takes little more memory than its keys and values runs attention in bands as well."""
+    (_, decoder) = cuts("tiny", "cpu", converted, tmp_path)
+    (attention,) = (stage for stage in decoder.parts.stages if stage.whole)
+    assert {value.shape for value in attention.whole.values()} == {
+        (1, 1, 64, ROWS * COLUMNS), (1, 1, ROWS * COLUMNS, 64)
+    }  # fmt: skip
+
+
+def test_statistics_of_bands_are_those_of_the_whole() -> None:
+    """Also where the mean is a thousand times the deviation, and bands differ."""
+    generator = torch.Generator().manual_seed(1)
+    whole = torch.randn((1, 8, 30, 7), generator=generator) + 1000 * torch.arange(1, 9).reshape(1, 8, 1, 1)
+    whole += torch.arange(30).reshape(1, 1, 30, 1)
+    found = Statistics(1)
+    for band in whole.split(7, 2):
+        found.add(band)
+    norm = Norm("x", "scale", "shift", (8, 1, 1), 1, 4, 1e-5)
+    given = found.parameters(norm)
+    normalized = (whole.double() * given["scale"].double() + given["shift"].double()).reshape(4, -1)
+    expected = torch.nn.functional.group_norm(whole.double(), 4, eps=1e-5).reshape(4, -1)
+    assert (normalized - expected).abs().max() < 1e-2, "float32 holds seven digits of the shift"
+    assert (
+        given["scale"][::2, 0, 0]
+        .double()
+        .allclose(1 / (whole.double().reshape(4, -1).var(1, correction=0) + 1e-5).sqrt(), rtol=1e-6)
+    )
+
+
+def graph_of(*nodes: Any) -> Any:
+    axes = [1, 4, "latent_height", "latent_width"]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, axes) for name in ("x", "y")]
+    return helper.make_model(
+        helper.make_graph(list(nodes), "g", ends[:1], ends[1:]), opset_imports=[helper.make_opsetid("", 17)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("node", "why"),
+    [
+        (helper.make_node("CumSum", ["x", "axis"], ["y"], "sums"), "CumSum sums cannot run in bands: it is not known"),
+        (helper.make_node("Softmax", ["x"], ["y"], "down", axis=2), "Softmax down cannot run in bands"),
+        (helper.make_node("Concat", ["x", "x"], ["y"], "twice", axis=2), "Concat twice cannot run in bands"),
+    ],
+)
+def test_an_operator_that_may_read_any_row_is_refused(node: Any, why: str) -> None:
+    graph = graph_of(node)
+    graph.graph.initializer.append(onnx.numpy_helper.from_array(np.array(2, np.int64), "axis"))
+    with pytest.raises(PassError, match=why):
+        decompose(graph, lambda rows: {"latent_height": rows, "latent_width": 6}, ROWS, BAND)
+
+
+def test_bands_no_higher_than_their_margins_are_refused() -> None:
+    names = ["x", "a", "b", "y"]
+    convs = [
+        helper.make_node("Conv", [before, "w"], [after], after, pads=[1, 1, 1, 1]) for before, after in pairwise(names)
+    ]
+    graph = graph_of(*convs)
+    graph.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((4, 4, 3, 3), np.float32), "w"))
+    with pytest.raises(PassError, match="bands of 6 rows are within their margins of 3"):
+        decompose(graph, lambda rows: {"latent_height": rows, "latent_width": 6}, ROWS, 6)
+    assert decompose(graph, lambda rows: {"latent_height": rows, "latent_width": 6}, ROWS, 7).stages[0].margin == 3
+
+
+def test_a_graph_that_cannot_run_in_bands_is_tiled_and_a_warning_names_the_operator(tiny_pipeline: Path) -> None:
+    pipeline = Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False, vae_tiles=True)
+
+    def with_a_shrink(graph: Any) -> None:
+        (last,) = (node for node in graph.graph.node if node.output[0] == "sample")
+        last.output[0] = "unshrunk"
+        graph.graph.node.append(helper.make_node("Shrink", ["unshrunk"], ["sample"], "shrunk", bias=0.0, lambd=0.0))
+
+    decoder = pipeline.submodels["vae_decoder"].changed(with_a_shrink)
+    latents = torch.randn(1, 4, 24, 32, generator=torch.Generator().manual_seed(1))
+    with pytest.warns(
+        TiledWarning, match=r"decoder cannot run in bands \(Shrink shrunk.*in tiles, which changes the image"
+    ):
+        (found,) = vae.decode(decoder, latents, pipeline.latents, tiles=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TiledWarning)
+        (exact,) = vae.decode(pipeline.submodels["vae_decoder"], latents, pipeline.latents, tiles=True)
+    assert found.shape == exact.shape and (found - exact).abs().max() > 1e-3
