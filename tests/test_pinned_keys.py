@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from typing import Any
 
 import pytest
 
+from sdflow.families import ARCHITECTURES, part_of
+from sdflow.sources.checkpoint import config_digest
+from sdflow.sources.synthetic import open_synthetic
 from sdflow.targets import TARGETS
 from tests.support.pinned_keys import contents_now, differences, digests, pinned_contents
 
@@ -48,3 +52,15 @@ def test_what_changed_is_told_by_its_place(now: dict[str, dict[str, Any]]) -> No
         "/shapes/unet/0/salt: a salt -> nothing",
         "/tiny, cpu/unet/0/config/target_opset: 17 -> 16",
     ]
+
+
+def test_models_that_share_a_key_are_traced_alike() -> None:
+    """FLUX.1's CLIP has the class and the config of Stable Diffusion 1.5's, and other operators for its pooled embedding."""
+    found = defaultdict(set)
+    for architecture in ARCHITECTURES:
+        for name, submodel in open_synthetic(f"synthetic:{architecture}", architecture, 0).submodels.items():
+            part = part_of(submodel.load, name)
+            key = part.kind, config_digest(submodel.load["config"]), part.model.traced_as
+            found[key].add(type(part.model))
+    assert {model.__name__ for models in found.values() for model in models} >= {"ClipText", "PooledClipText"}
+    assert [models for models in found.values() if len(models) > 1] == []

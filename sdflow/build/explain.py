@@ -57,6 +57,8 @@ def _name(path: Leaf) -> str:
             return "output of the step before"
         case ("inputs", "model", "architecture"):
             return "architecture"
+        case ("inputs", "traced"):
+            return "form of the trace"
         case ("format",):
             return "format of the key"
         case ("inputs", "checkpoint" | "model", *rest):

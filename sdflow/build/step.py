@@ -94,12 +94,15 @@ class Step:
             inputs["model"] = self.source.identity
         if self.weights == "bound":
             inputs["checkpoint"] = self.source.identity
+        part = part_of(self.source.load, self.submodel)
+        if before is None and part.model.traced_as is not None:
+            inputs["traced"] = part.model.traced_as
         inputs["loras"] = [{"sha256": lora.sha256, "scale": lora.scale} for lora in self.loras]
         return Action(
             {
                 "format": ACTION_FORMAT,
                 "pass": {"name": self.implementation.name, "version": self.implementation.version},
-                "submodel": part_of(self.source.load, self.submodel).kind,
+                "submodel": part.kind,
                 "config": self.config,
                 "inputs": inputs,
                 "uses": self.uses,

@@ -68,6 +68,7 @@ class Model:
         (`sdflow.runtime.denoiser.skipped_blocks`).
     quick: decodes in a fraction of the time of a denoising step (a tiny VAE).
     random_version: version of `random_gain`, part of the identity of `synthetic:` weights.
+    traced_as: in cache keys, what distinguishes its trace from that of another model with its `class_name` and config.
     device_factor: measured peak memory of a run on CUDA, relative to `working_values` in the graph's own type
         (tests/fits/test_measured_peaks.py).
     """
@@ -78,6 +79,7 @@ class Model:
     library_module: ClassVar[str | None] = None
     blocks: ClassVar[str | None] = None
     random_version: ClassVar[int] = 1
+    traced_as: ClassVar[str | None] = None
     device_factor: ClassVar[float] = 2.7
 
     @property

@@ -172,6 +172,8 @@ class ClipTextWithProjection(ClipText):
 class PooledClipText(ClipText):
     """`ClipText` for pipelines that read its pooled embedding, computed by operators with GPU kernels."""
 
+    traced_as: ClassVar[str | None] = "pooled"
+
     def traced(self, module: Any) -> None:
         super().traced(module)
         inner = module.forward
