@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sdflow.machine.memory import HOST
 from sdflow.runtime.bands.norms import Norm, Statistics
@@ -24,7 +24,7 @@ class Bands:
     def __init__(self, half: Submodel, parts: Decomposition, storage: str) -> None:
         self.parts, self.storage = parts, storage
         self._half = half
-        self._kept: dict[int, Bound] = {}
+        self._kept: dict[int, Any] = {}
 
     def __call__(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the result for an input (1, channels, rows, columns) of the size of the decomposition."""
@@ -50,15 +50,16 @@ class Bands:
         return stored[self.parts.output].to(self._half.place.device, non_blocking=True)
 
     def _bound(self, place: int) -> Bound:
-        if place in self._kept:
-            return self._kept[place]
+        """Return new tensors for a stage: those of all stages together would take several times the memory of one."""
         stage, device = self.parts.stages[place], self._half.place
-        session = self._half.part_session(stage.model, capture=False)
-        session.shrinks, session.working = True, stage.size
-        bound = Bound(session, device, empty_inputs(session, device.device))
-        if device.stream is not None:
-            self._kept[place] = bound
-        return bound
+        session = self._kept.get(place)
+        prepared = session is not None
+        if session is None:
+            session = self._half.part_session(stage.model, capture=False)
+            session.shrinks, session.working = True, stage.size
+            if device.stream is not None:
+                self._kept[place] = session
+        return Bound(session, device, empty_inputs(session, device.device), prepared=prepared)
 
     def _run(
         self,

@@ -30,11 +30,14 @@ class Bound:
     one; later runs replay it.
 
     holds: owner of the values last written to `inputs`, for callers that take turns.
+    prepared: another Bound of the session has run in these shapes.
     """
 
     holds: object = None
 
-    def __init__(self, session: Any, place: Place, inputs: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, session: Any, place: Place, inputs: Mapping[str, torch.Tensor], *, prepared: bool = False
+    ) -> None:
         import onnxruntime
 
         axes = [size for value in (*session.get_inputs(), *session.get_outputs()) for size in value.shape]
@@ -55,7 +58,7 @@ class Bound:
             self._options.add_run_config_entry("gpu_graph_id", "0" if fixed and not self._shrinks else "-1")
             if self._shrinks:
                 self._options.add_run_config_entry("memory.enable_memory_arena_shrinkage", f"gpu:{place.index}")
-        self._unprepared = place.stream is not None
+        self._unprepared = place.stream is not None and not prepared
         self._io = session.io_binding()
         # ONNX Runtime copies inputs from another device at binding time.
         self._copied = place.device == HOST and session.get_providers()[0] != CPU_PROVIDER
