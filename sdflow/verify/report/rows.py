@@ -83,7 +83,7 @@ def device_rows(result: Verification, *, worst: bool = False) -> tuple[str, Rows
 
 
 def _counted(output: OutputVerdict, outputs: Sequence[OutputVerdict]) -> str:
-    return output.name if len(outputs) == 1 else f"{output.name} ({len(outputs)} outputs)"
+    return output.name if len(outputs) == 1 else f"{output.name} (of {len(outputs)})"
 
 
 def _ratio(output: OutputVerdict) -> str:
