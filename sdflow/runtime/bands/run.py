@@ -30,13 +30,21 @@ class Bands:
         """Return the result for an input (1, channels, rows, columns) of the size of the decomposition."""
         import torch
 
-        pinned = self._half.place.stream is not None and self.storage == HOST
+        result = self._through_stages(whole)
+        if self._half.place.stream is not None:
+            with self._half.place.selected():
+                torch.cuda.empty_cache()  # the next image's bands depend on what is free
+        return result
+
+    def _through_stages(self, whole: torch.Tensor) -> torch.Tensor:
+        import torch
+
         stored = {self.parts.input: whole}
         parameters: dict[str, torch.Tensor] = {}
         for place, stage in enumerate(self.parts.stages):
             made = {
                 value.name: torch.empty(
-                    value.shape, dtype=getattr(torch, value.dtype), device=self.storage, pin_memory=pinned
+                    value.shape, dtype=getattr(torch, value.dtype), device=self.storage, pin_memory=self._is_pinned
                 )
                 for value in stage.outputs
             }
@@ -48,6 +56,10 @@ class Bands:
             for name in self.parts.drops[place]:
                 del stored[name]
         return stored[self.parts.output].to(self._half.place.device, non_blocking=True)
+
+    @property
+    def _is_pinned(self) -> bool:
+        return self._half.place.stream is not None and self.storage == HOST
 
     def _bound(self, place: int) -> Bound:
         """Return new tensors for a stage: those of all stages together would take several times the memory of one."""
@@ -73,6 +85,8 @@ class Bands:
         for norm in stage.norms:
             for name in norm.inputs:
                 bound.inputs[name].copy_(parameters[name])
+        if self._is_pinned:
+            self._half.place.stream.synchronize()  # the host gathers rows that are not adjacent: they must have arrived
         for name, value in stage.whole.items():
             bound.inputs[name].copy_(stored[value.name], non_blocking=True)
         for begin, first, end in stage.windows(self.parts.rows):
