@@ -19,7 +19,7 @@ from sdflow.runtime.draw_request import GenerateRequest
 from sdflow.runtime.drawing.preview import Preview
 from sdflow.runtime.drawing.record import scheduler_settings
 from sdflow.runtime.ensemble import REFINER_START, Ensemble
-from sdflow.runtime.files.folder import folder_adapters, import_companions
+from sdflow.runtime.files.folder import folder_adapters, folder_family, import_companions
 from sdflow.runtime.files.image_files import open_image
 from sdflow.runtime.files.image_prompt_files import for_adapters
 from sdflow.runtime.files.image_text import APPROXIMATION
@@ -169,8 +169,12 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
 
 
 def _first(request: GenerateRequest) -> dict[str, Any] | None:
-    """Return the arguments of `Pipeline.prepare` for the first image, if it is drawn from a text alone."""
+    """Return the arguments of `Pipeline.prepare` for the first image, if it is drawn from a text of the usual length alone:
+    for others, `Pipeline` reads the text before it creates a denoiser."""
     if request.image or request.controls or request.image_prompts or request.references or request.refiner:
+        return None
+    lengths = folder_family(request.folder).length_arguments
+    if request.prompt_syntax != "plain" or request.clip_skip or any(request.more.get(name) for name in lengths):
         return None
     return {"height": request.height, "width": request.width, "guidance_scale": request.guidance_scale}
 

@@ -20,6 +20,8 @@ from safetensors.torch import save_file
 from started_python import ROOT, Command
 
 from sdflow.errors import UsageError
+from sdflow.families import FAMILIES
+from sdflow.runtime import generate as generate_module
 from sdflow.runtime.draw_request import GenerateRequest
 from sdflow.runtime.files.image_text import SETTINGS
 from sdflow.runtime.generate import Progress, generate
@@ -112,6 +114,22 @@ assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
     }
     assert not unneeded & loaded
     assert len([*(tmp_path / "images").iterdir()]) == 1
+
+
+def test_sessions_are_created_early_only_for_a_text_of_the_usual_length(
+    pipeline_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The denoiser for another length would be a second one, with weights of its own on the CPU."""
+
+    def first(**more: Any) -> Any:
+        return generate_module._first(GenerateRequest(pipeline_folder, ["a horse"], tmp_path, **SMALL, **more))
+
+    assert first() == {"height": 64, "width": 64, "guidance_scale": None}
+    assert first(prompt_syntax="a1111") is None and first(clip_skip=1) is None
+    short = {"more": {"max_sequence_length": 64}}
+    assert first(**short) is not None, "Stable Diffusion has one length"
+    monkeypatch.setattr(generate_module, "folder_family", lambda folder: FAMILIES["flux"])
+    assert first() is not None and first(**short) is None
 
 
 def test_the_file_tells_the_image_and_the_mask_and_every_step_is_told(pipeline_folder: Path, tmp_path: Path) -> None:
