@@ -15,6 +15,10 @@ unquantized one.
     sdflow run shapes_klein --no-evaluate, sdflow run workflows/shapes_klein_int4_cpu.yaml --no-evaluate
     python benchmarks/cpu/quantized_pipeline.py pipelines/shapes_klein pipelines/shapes_klein_int4_cpu --steps 4 --guidance 1
 
+    sdflow run shapes --no-evaluate with --set of insert_after=OrtTransformersOptimization, limit and smallest=2048 of both
+    text_encoder.passes.QuantizeInt4 and unet.passes.QuantizeInt4
+    python benchmarks/cpu/quantized_pipeline.py pipelines/shapes_cpu pipelines/shapes_int4
+
     python benchmarks/cpu/quantized_pipeline.py samples/shapes-klein SIXTEEN FLOAT8 --steps 4 --guidance 1 --device cuda
 
     sdflow run shapes --target webgpu --no-evaluate --no-verify
