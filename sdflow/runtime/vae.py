@@ -117,16 +117,16 @@ def _on_storage(half: Submodel, band: int, rows: int, columns: int, scale: int) 
 
 def decode(
     decoder: Submodel, latents: torch.Tensor, what: Latents, *, tiles: bool | None = None
-) -> Iterator[torch.Tensor]:
-    """Decode latents (images, channels, rows, columns) to images (1, 3, height, width) in [-1, 1].
+) -> tuple[Tiling | None, Iterator[torch.Tensor]]:
+    """Decode latents (images, channels, rows, columns). Return how images are divided, None: not at all, and the images
+    (1, 3, height, width) in [-1, 1].
 
     Runs the decoder once per image: as fast as all at once, in the memory of one. Each image is valid until the next.
     tiles: see `tiling`; unrequested tiling warns with TiledWarning.
     """
     rows, columns = latents.shape[2:]
-    run = _runner(decoder, Role.LATENTS, Role.PIXELS, (rows, columns, what.scale), tiles)
-    for latent in what.to_vae(latents).split(1):
-        yield run(latent)
+    tiled, run = _runner(decoder, Role.LATENTS, Role.PIXELS, (rows, columns, what.scale), tiles)
+    return tiled, (run(latent) for latent in what.to_vae(latents).split(1))
 
 
 def encode(encoder: Submodel, images: torch.Tensor, what: Latents, *, tiles: bool | None = None) -> torch.Tensor:
@@ -135,7 +135,7 @@ def encode(encoder: Submodel, images: torch.Tensor, what: Latents, *, tiles: boo
     import torch
 
     rows, columns = (size // what.scale for size in images.shape[2:])
-    run = _runner(encoder, Role.PIXELS, Role.LATENTS, (rows, columns, what.scale), tiles)
+    _, run = _runner(encoder, Role.PIXELS, Role.LATENTS, (rows, columns, what.scale), tiles)
     encoded = [run(image).to(torch.float32, copy=True) for image in images.split(1)]
     latents: torch.Tensor = what.from_vae(torch.cat(encoded))
     return latents
@@ -143,8 +143,8 @@ def encode(encoder: Submodel, images: torch.Tensor, what: Latents, *, tiles: boo
 
 def _runner(
     half: Submodel, read: Role, written: Role, size: tuple[int, int, int], tiles: bool | None
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what computes one image. size: rows and columns of the latents, and pixels per latent."""
+) -> tuple[Tiling | None, Callable[[torch.Tensor], torch.Tensor]]:
+    """Return how an image is divided, and what computes one. size: rows and columns of the latents, and pixels per latent."""
     given, made = half.port(read), half.port(written)
     rows, columns, scale = size
     before, after = (1 if role is Role.LATENTS else scale for role in (read, written))
@@ -170,14 +170,14 @@ def _runner(
         else:
             if tiles is None:
                 _warn(half, f"runs in bands of {chosen.pixels} pixels: at once {_lacking(half, rows, columns)}")
-            return bands
+            return chosen, bands
     if chosen is None:
-        return run_whole
+        return None, run_whole
     if tiles is None:
         lacking = _lacking(half, rows, columns)
         _warn(half, f"is tiled ({chosen.pixels} pixels), which changes the image slightly: without tiles {lacking}")
     sides = tuple(chosen.pixels // scale * each for each in (before, after))
-    return lambda image: in_tiles(run, image, *sides)
+    return chosen, lambda image: in_tiles(run, image, *sides)
 
 
 def _bands(half: Submodel, given: str, factor: int, size: tuple[int, int, int], chosen: Tiling) -> Bands:

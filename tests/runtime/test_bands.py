@@ -239,8 +239,9 @@ def test_a_graph_that_cannot_run_in_bands_is_tiled_and_a_warning_names_the_opera
     with pytest.warns(
         TiledWarning, match=r"decoder cannot run in bands \(Shrink shrunk.*in tiles, which changes the image"
     ):
-        (found,) = vae.decode(decoder, latents, pipeline.latents, tiles=True)
+        how, (found,) = vae.decode(decoder, latents, pipeline.latents, tiles=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error", TiledWarning)
-        (exact,) = vae.decode(pipeline.submodels["vae_decoder"], latents, pipeline.latents, tiles=True)
+        _, (exact,) = vae.decode(pipeline.submodels["vae_decoder"], latents, pipeline.latents, tiles=True)
+    assert how == vae.Tiling(vae.tile_pixels(decoder.config), None), "what an image's record says"
     assert found.shape == exact.shape and (found - exact).abs().max() > 1e-3

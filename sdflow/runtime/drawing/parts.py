@@ -22,7 +22,7 @@ from sdflow.runtime.drawing.loaded import LoadedPipeline
 from sdflow.runtime.drawing.text import run_rows
 from sdflow.runtime.drawing.waits import Compute, Fetch, Waits
 from sdflow.runtime.files.images import pil_of, require_finite, rounded, unfinite
-from sdflow.runtime.vae import decode, encode, tiling
+from sdflow.runtime.vae import Tiling, decode, encode
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,18 +83,19 @@ class PipelineParts(LoadedPipeline):
         """Decode latents to images, float32 NHWC in [0, 1]."""
         return self._decoded(latents)[0]
 
-    def _decoded(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the images, and counts of non-finite values: of the latents, then of each image. Does not
-        synchronize."""
+    def _decoded(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Tiling | None]:
+        """Return the images; counts of non-finite values: of the latents, then of each image; and how images were divided.
+        Does not synchronize."""
         import torch
 
         images = []
         with self.place.current(), self._using(self.family.decoder) as decoder:
             counts = [unfinite(latents)]
-            for image in decode(decoder, latents, self.latents, tiles=self.vae_tiles):
+            tiled, decoded = decode(decoder, latents, self.latents, tiles=self.vae_tiles)
+            for image in decoded:
                 counts.append(unfinite(image))
                 images.append((image.float() / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1))
-            return torch.cat(images), torch.stack(counts)
+            return torch.cat(images), torch.stack(counts), tiled
 
     def finishing(
         self,
@@ -107,14 +108,9 @@ class PipelineParts(LoadedPipeline):
         """Return the images of latents after the safety checker, if any. finite: raise VerificationError for non-finite
         values.
         kept: blended over the decoded images, before the checker sees them."""
-        rows, columns = latents.shape[2:]
-        decoder = self.submodels[self.family.decoder]
-        tiled = tiling(decoder, rows, columns, self.latents.scale, self.vae_tiles)
         floats, checked = output_type == "np", self.family.checker in self.submodels
         with self.place.current():
-            drawn, counts = self._decoded(latents)
-            if tiled is not None and decoder.blends:  # perhaps not known before
-                tiled = tiling(decoder, rows, columns, self.latents.scale, self.vae_tiles)
+            drawn, counts, tiled = self._decoded(latents)
             drawn = drawn if kept is None else kept.over(drawn)
             shown = drawn if floats and not checked else rounded(drawn)
         pixels, counts = yield Fetch(self.place, [shown, counts])

@@ -112,9 +112,5 @@ def by_decoder(latents: torch.Tensor, decoder: Submodel, what: Latents) -> torch
     """Decode the latents with a VAE."""
     import torch
 
-    return torch.cat(
-        [
-            (image.float() / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1)  # only valid until the next is decoded
-            for image in decode(decoder, latents, what)
-        ]
-    )
+    _, decoded = decode(decoder, latents, what)  # an image is only valid until the next is decoded
+    return torch.cat([(image.float() / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1) for image in decoded])

@@ -60,9 +60,13 @@ class DeviceWeights:
 
     def load(self) -> None:
         """Copy the weights to the device, unless they are there. Raises VerificationError like `of`."""
+        self._loaded()
+
+    def _loaded(self) -> dict[Span, torch.Tensor]:
         with self._lock:
             if self._values is None:
                 self._values = self._copied()
+            return self._values
 
     def of(self, graph: onnx.ModelProto) -> dict[str, onnxruntime.OrtValue]:
         """Return initializer name -> device value, for a graph whose initializers are in the model's data file.
@@ -100,8 +104,7 @@ class DeviceWeights:
         return found
 
     def _of(self, graph: onnx.ModelProto) -> dict[str, torch.Tensor]:
-        with self._lock:
-            values = self._values = self._copied() if self._values is None else self._values
+        values = self._loaded()
         wanted = {tensor.name: span_of(tensor) for tensor in graph.graph.initializer if is_external(tensor)}
         return {name: values[span] for name, span in wanted.items() if span in values}
 
