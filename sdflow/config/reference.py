@@ -137,6 +137,8 @@ def _resolve(text: str, folder: Path, mark: Mark, problems: Problems) -> Path | 
         remedy = nearest_sibling(path)
         if (repository := hub_repository(text)) and not path.parent.is_dir():
             remedy = f"write hf:{repository} for the repository on the hub"
+        if remedy is None and not Path(text).expanduser().is_absolute():
+            remedy = f"paths are relative to {str(folder.absolute())!r}"
         problems.add(mark, f"there is no file or folder {shortened(text)!r}", remedy)
     except (OSError, ValueError, RuntimeError) as error:  # a NUL, a name too long, an unknown ~user
         problems.add(mark, f"not a path: {shortened(text)!r} ({error})")

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sdflow.disk.input_file import alike, read_json
+from sdflow.disk.input_file import alike, is_there, read_json
 from sdflow.errors import UsageError
 from sdflow.families import DEFAULT
 from sdflow.manifest.content import NOT_SAID, REBUILD, Chain, FinishedPass, Manifest, WrittenPass
@@ -92,6 +92,8 @@ def read_manifest(folder: Path) -> Manifest:
         cause = "" if isinstance(error, FileNotFoundError) else f": {error.strerror or error}"
         meant = None if cause else _meant(folder)
         remedy = "Build one: sdflow run." if meant is None else f"Did you mean {meant}?"
+        if not cause and not is_there(folder):
+            cause = ": there is no such folder"
         raise UsageError(f"not an sdflow pipeline{cause}", where=str(path), remedy=remedy) from error
     except ValueError as error:
         raise UsageError(

@@ -120,7 +120,7 @@ def test_names_that_are_not_alike_are_not_offered_nor_is_a_name_itself(place: Pa
     [
         (("run", "nope.yaml"), "nope.yaml", "there is no file 'nope.yaml'"),
         (("plan", "sd15"), r".*sd15.yaml:\d+:1", "no `target`"),
-        (("generate", "dream", "-p", "x"), "dream/sdflow.json", "not an sdflow pipeline"),
+        (("generate", "dream", "-p", "x"), "dream/sdflow.json", "not an sdflow pipeline: there is no such folder"),
         (("cache", "gc", "--max-size", "ten"), "--max-size", "'ten' is not a size"),
         (("inspect", "sample:nope"), "sample:nope", "there is no sample 'nope'"),
         (("run",), ".*sdflow run", "Missing argument 'WORKFLOW'."),
