@@ -12,11 +12,12 @@ def print_generate(result: GenerateResult, *, as_json: bool = False) -> None:
     if as_json:
         print_json("generate", result.to_json())
         return
+    checked = any(each.flagged is not None for each in result.images)
     rows = [
-        (each.file, str(each.seed), each.prompt, {None: "", False: "no", True: "yes"}[each.flagged])
+        (each.file, str(each.seed), each.prompt, *([{None: "", False: "no", True: "yes"}[each.flagged]] * checked))
         for each in result.images
     ]
-    print_table("", ("file", "seed", "prompt", "flagged"), rows, right=("seed",))
+    print_table("", ("file", "seed", "prompt", *(["flagged"] * checked)), rows, right=("seed",))
     if result.sheet:
         put(f"contact sheet: {result.sheet}")
     for note in result.notes:

@@ -80,8 +80,10 @@ def print_run(
         _print_pipelines(result.pipelines)
     every = [step for pipeline in result.pipelines for chain in pipeline.steps.values() for step in chain]
     ran = sum(step.ran for step in every)
-    others = "" if ran == len(every) else "; the others were cached"
-    put(f"{ran} of {len(every)} steps ran{others}; {spell_seconds(result.seconds)} in all")
+    steps = f"{ran} of {len(every)} steps ran"
+    if ran < len(every):
+        steps = f"{steps}; the others were cached" if ran else f"no step ran: all {len(every)} were cached"
+    put(f"{steps}; {spell_seconds(result.seconds)} in all")
 
 
 def _print_pipelines(pipelines: Sequence[PipelineResult]) -> None:
