@@ -93,11 +93,13 @@ class Locality:
         return Fraction(*growth)
 
     def per_value(self, node: Any, inputs: Sequence[Rows | None]) -> Rows | None:
+        """Each output row is computed from the same row of every input that has rows."""
         rank = len(self._band[node.output[0]])
         axes = {rank - len(self._band[name]) + rows.axis for name, rows in zip(node.input, inputs, strict=True) if rows}
         return Rows(axes.pop(), _most_wrong(inputs)) if len(axes) == 1 else None
 
     def conv(self, node: Any, inputs: Sequence[Rows | None]) -> Rows | None:
+        """The padding at an end of a band is not the image: as many more rows are wrong, divided by the stride."""
         first, *others = inputs
         last = node.op_type == "NhwcConv"
         if first is None or any(others) or len(self._band[node.input[0]]) != 4 or first.axis != (1 if last else 2):
@@ -108,6 +110,7 @@ class Locality:
         return Rows(first.axis, ceil((first.wrong + max(pads[0], pads[2])) / strides[0]))
 
     def resize(self, node: Any, inputs: Sequence[Rows | None]) -> Rows | None:
+        """Interpolation by a whole factor reads one neighbouring row at either side."""
         first = inputs[0]
         if first is None or attribute(node, "mode", b"nearest") not in (b"nearest", b"linear"):
             return None
@@ -117,6 +120,7 @@ class Locality:
         return Rows(first.axis, ceil((first.wrong + 1) * ratio)) if ratio.denominator == 1 else None
 
     def transpose(self, node: Any, inputs: Sequence[Rows | None]) -> Rows | None:
+        """Rows move to another axis."""
         (first,) = inputs
         rank = len(self._band[node.input[0]])
         order = list(attribute(node, "perm", range(rank)[::-1]))
@@ -138,6 +142,7 @@ class Locality:
         return None
 
     def concat(self, node: Any, inputs: Sequence[Rows | None]) -> Rows | None:
+        """Inputs are joined along any axis but that of their rows, and each of them has rows."""
         axes = {rows.axis for rows in inputs if rows}
         joined = attribute(node, "axis", 0) % len(self._band[node.output[0]])
         return Rows(axes.pop(), _most_wrong(inputs)) if len(axes) == 1 and joined not in axes and all(inputs) else None
@@ -156,11 +161,13 @@ class Locality:
         return first if same else None
 
     def expand(self, node: Any, inputs: Sequence[Rows | None]) -> Rows | None:
+        """The first input is repeated along other axes; leading axes may be added."""
         first, *others = inputs
         ranks = [len(self._band[name]) for name in (node.input[0], node.output[0])]
         return None if first is None or any(others) else Rows(first.axis + ranks[1] - ranks[0], first.wrong)
 
     def pad(self, node: Any, inputs: Sequence[Rows | None]) -> Rows | None:
+        """Zeros added at an end of a band are not the image: these rows are wrong too."""
         first, pads = inputs[0], self._constants.get(node.input[1])
         if first is None or pads is None or attribute(node, "mode", b"constant") != b"constant" or len(node.input) > 3:
             return None
@@ -173,6 +180,7 @@ class Locality:
         return first if first is not None and first.axis == rank - 2 and same else None
 
     def softmax(self, node: Any, inputs: Sequence[Rows | None]) -> Rows | None:
+        """Rows stay independent of each other if the sum is taken along another axis."""
         (first,) = inputs
         axis = attribute(node, "axis", -1) % len(self._band[node.input[0]])
         return first if first is not None and first.axis != axis else None
