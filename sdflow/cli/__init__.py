@@ -23,7 +23,7 @@ AS_JSON = "--json"
 ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 """Ctrl-C, a plain kill, and a closed terminal."""
 SECONDS_TO_END = 2.5
-_GOODBYE = "interrupted: nothing was left half-written; the next run goes on from here"
+_GOODBYE = "interrupted: no partial files are left; the next run resumes from here"
 
 
 def main() -> NoReturn:

@@ -108,7 +108,7 @@ def bench(
         _list(pipeline, engine or [], json)
         return
     if pipeline is None:
-        raise UsageError("there is no pipeline to measure", where="sdflow bench", remedy="Give its folder, or --list.")
+        raise UsageError("no pipeline is named", where="sdflow bench", remedy="Name a pipeline folder, or use --list.")
     cases = _cases(pipeline, batch, size, steps, scheduler)
     if references:
         _require_references(pipeline, references)
@@ -130,7 +130,7 @@ def bench(
         raise VerificationError(
             f"{', '.join(result.wrong)}: not the image that PyTorch generates in float32",
             where=str(pipeline),
-            remedy="Ignore its timings. `sdflow verify` finds the operator; `--no-tuning` runs without tuned options.",
+            remedy="Discard these timings. `sdflow verify` finds the faulty operator; `--no-tuning` runs without tuned options.",
         )
 
 

@@ -105,14 +105,16 @@ def gc(
 
         if older_than is None or max_size is not None:
             raise UsageError(
-                "a remote cache can only be shrunk by age", where="--remote", remedy="Add --older-than 30d."
+                "a remote cache can only be shrunk by the age of its entries",
+                where="--remote",
+                remedy="Add --older-than 30d.",
             )
         with answering(remote_of(open_cache(cache, url=url))) as remote_cache:
             swept = sweep(remote_cache.share, parse_age(older_than), dry_run=dry_run, meanwhile=stop.check)
         print_swept(swept, remote_cache.spec.shown, dry_run=dry_run, as_json=json)
         return
     if older_than is not None or url is not None:
-        raise UsageError("belongs to --remote", where="--older-than" if older_than else "--url", remedy="Add --remote.")
+        raise UsageError("requires --remote", where="--older-than" if older_than else "--url", remedy="Add --remote.")
     result = Cache(cache_folder(cache)).gc(None if max_size is None else parse_size(max_size), dry_run=dry_run)
     print_collection(result, dry_run=dry_run, as_json=json)
 

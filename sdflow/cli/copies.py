@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 
 Workflows = Annotated[
     list[Path] | None,
-    typer.Argument(help="Only the steps of these workflows, with the remote cache they name.", metavar="[WORKFLOW]..."),
+    typer.Argument(
+        help="Only the steps of these workflows, using the remote cache that they name.", metavar="[WORKFLOW]..."
+    ),
 ]
 
 
 def push(workflow: Workflows = None, url: Url = None, cache: CacheDir = None, json: AsJson = False) -> None:
     """Upload cached steps to a remote cache.
 
-    Skips what is already there.
+    Skips steps that it already has.
     """
     from sdflow.report.cache import print_pushed
     from sdflow.store.copying import copy_entries
@@ -43,7 +45,7 @@ def push(workflow: Workflows = None, url: Url = None, cache: CacheDir = None, js
 def pull(workflow: Workflows = None, url: Url = None, cache: CacheDir = None, json: AsJson = False) -> None:
     """Download missing steps from a remote cache.
 
-    Those of the given workflows, or everything.
+    Downloads the steps of the given workflows, or all steps.
     """
     from sdflow import stop
     from sdflow.report.cache import print_pulled
@@ -64,7 +66,7 @@ def pull(workflow: Workflows = None, url: Url = None, cache: CacheDir = None, js
 def key(file: Annotated[Path, typer.Argument(help="File to write the private key to.", metavar="FILE")]) -> None:
     """Create a key that signs what you push, and pipelines.
 
-    Set $SDFLOW_SIGNING_KEY to its file. Prints the public key, for those who should trust it, and writes it to FILE.pub.
+    Set $SDFLOW_SIGNING_KEY to its path. Prints the public key, which others pass to --trust, and writes it to FILE.pub.
     """
     from sdflow.report.output import put
     from sdflow.store.signing import make_key
@@ -74,7 +76,7 @@ def key(file: Annotated[Path, typer.Argument(help="File to write the private key
 
 def export_(
     file: Annotated[
-        str, typer.Argument(help="Where to write: an archive (.zip, .sdflow), a folder, or a URL.", metavar="FILE")
+        str, typer.Argument(help="Destination: an archive (.zip, .sdflow), a folder, or a URL.", metavar="FILE")
     ],
     structures: Annotated[
         str,
@@ -89,7 +91,7 @@ def export_(
         ),
     ] = None,
     verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Verify each against PyTorch first, with weights bound.")
+        bool, typer.Option("--verify/--no-verify", help="First verify each graph, with weights, against PyTorch.")
     ] = True,
     jobs: Annotated[
         int | None, typer.Option("--jobs", min=1, help="Maximum number of steps to run in parallel.")
@@ -99,7 +101,7 @@ def export_(
 ) -> None:
     """Write optimized graphs without weights to an archive.
 
-    `sdflow cache import` reads it, on machines without torch too.
+    `sdflow cache import` reads the archive, even on machines without torch.
     """
     from sdflow.cli.progress import progress_view
     from sdflow.report.structures import print_exported
@@ -117,7 +119,7 @@ def export_(
 
 def import_(
     file: Annotated[
-        str, typer.Argument(help="Where `sdflow cache export` wrote: an archive, a folder, or a URL.", metavar="FILE")
+        str, typer.Argument(help="Archive, folder, or URL written by `sdflow cache export`.", metavar="FILE")
     ],
     trust: Trust = None,
     cache: CacheDir = None,
@@ -125,7 +127,7 @@ def import_(
 ) -> None:
     """Import an archive of optimized graphs into the cache.
 
-    Checks every digest first. Pipelines are then built without torch.
+    Checks every digest first. Pipelines can then be built without torch.
     """
     from sdflow.report.structures import print_imported
     from sdflow.run.structures import import_structures

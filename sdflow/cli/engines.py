@@ -24,8 +24,8 @@ def engines(
 ) -> None:
     """List, remove, or share compiled engines.
 
-    TensorRT, TensorRT for RTX, MIGraphX and Windows ML's providers keep them in $SDFLOW_ENGINES. --pull takes what --trust or
-    $SDFLOW_ENGINES_TRUST names.
+    TensorRT, TensorRT for RTX, MIGraphX and Windows ML's providers keep them in $SDFLOW_ENGINES. --pull accepts only engines
+    signed with a key in --trust or $SDFLOW_ENGINES_TRUST.
     """
     from sdflow.errors import UsageError
     from sdflow.report.cache import print_engines
@@ -35,9 +35,9 @@ def engines(
 
     root = engine_root()
     if url is not None and not (push or pull):
-        raise UsageError("belongs to --push and --pull", where="--url", remedy="Add one of them.")
+        raise UsageError("requires --push or --pull", where="--url", remedy="Add one of them.")
     if trust and not pull:
-        raise UsageError("belongs to --pull", where="--trust", remedy="Leave it out.")
+        raise UsageError("requires --pull", where="--trust", remedy="Add --pull, or leave out --trust.")
     if push or pull:
         _move_engines(root, push=push, pull=pull, clear=clear, url=url, trust=trust or [], json=json)
         return
@@ -64,13 +64,15 @@ def _move_engines(
     )
 
     if push + pull + clear > 1:
-        raise UsageError("--push, --pull and --clear are one at a time", where="sdflow cache engines")
+        raise UsageError(
+            "--push, --pull and --clear cannot be combined", where="sdflow cache engines", remedy="Use one of them."
+        )
     signers = tuple(trust) if trust or push else trust_from_environment()
     if signers is None:
         raise UsageError(
-            "nobody is named whose engines to take, and an engine is code that the driver runs",
+            "no trusted signer is named, and engines are code that the driver runs",
             where="--pull",
-            remedy=f"Add --trust KEY, or set {TRUST_VARIABLE} to keys, or to `{ANYBODY}`.",
+            remedy=f"Add --trust KEY, or set {TRUST_VARIABLE} to keys, or to `{ANYBODY}` to accept all.",
         )
     remote = replace(remote_of(open_cache(root, url=url)).spec, trust=signers)
     moved = push_engines(root, remote) if push else pull_engines(root, remote, machines_here())

@@ -19,7 +19,9 @@ def export(
     ] = None,
     browser: Annotated[
         Path | None,
-        typer.Option("--browser", help="Write a folder with a page that draws in browsers.", metavar="FOLDER"),
+        typer.Option(
+            "--browser", help="Write a folder with a web page that generates in the browser.", metavar="FOLDER"
+        ),
     ] = None,
     ort: Annotated[
         str | None,
@@ -58,12 +60,13 @@ def export(
     guidance_scale: Annotated[
         float | None,
         typer.Option(
-            help="At most 1 exports a graph without guidance, twice as fast; otherwise it is an input. Default: the model's."
+            help="1 or less exports a graph without guidance, which is twice as fast; otherwise the scale is an input. "
+            "Default: the model's."
         ),
     ] = None,
     negative: Annotated[
         bool,
-        typer.Option("--negative/--no-negative", help="Make the negative prompt an input, where there is guidance."),
+        typer.Option("--negative/--no-negative", help="Make the negative prompt an input of graphs with guidance."),
     ] = True,
     checker: Annotated[
         bool, typer.Option("--checker/--no-checker", help="Include the safety checker, if there is one.")
@@ -87,16 +90,14 @@ def export(
     from sdflow.report.export import print_browser, print_export, print_schedule
 
     if one_file is None and schedule_file is None and browser is None:
-        raise UsageError(
-            "there is nothing to write", where="export", remedy="Add --one-file OUT.onnx, or --browser FOLDER."
-        )
+        raise UsageError("no output is named", where="export", remedy="Add --one-file OUT.onnx, or --browser FOLDER.")
     if one_file is not None and one_file.suffix != ".onnx":
         raise UsageError(f"{one_file} does not end in .onnx", where="--one-file", remedy=f"Write {one_file}.onnx.")
     if one_file is not None and schedule_file is not None and schedule_file.name == f"{one_file.name}.json":
         raise UsageError(
-            "this is the name of the file that describes the graph",
+            "this name is reserved for the file that describes the graph",
             where="--schedule-file",
-            remedy="Name another file.",
+            remedy="Choose another name.",
         )
     others = {
         "--open-schedule": open_schedule,
@@ -107,12 +108,12 @@ def export(
     }
     if browser is not None and (one_file is not None or schedule_file is not None):
         option = "--schedule-file" if one_file is None else "--one-file"
-        raise UsageError(f"it cannot be combined with {option}", where="--browser", remedy="Run sdflow export twice.")
+        raise UsageError(f"cannot be combined with {option}", where="--browser", remedy="Run sdflow export twice.")
     if browser is not None and (given := [option for option, on in others.items() if on]):
-        raise UsageError(f"{given[0]} is for --one-file", where="--browser", remedy="Leave it out.")
+        raise UsageError(f"cannot be combined with {given[0]}", where="--browser", remedy=f"Leave out {given[0]}.")
     if browser is None and (ort is not None or file_size is not None):
         option = "--file-size" if ort is None else "--ort"
-        raise UsageError(f"{option} is for --browser", where="export", remedy="Add --browser FOLDER.")
+        raise UsageError("requires --browser", where=option, remedy="Add --browser FOLDER.")
     name, steps = (None, None) if schedule is None else parse_schedule(schedule)
     if browser is not None:
         from sdflow.export.browser import FILE_BYTES, BrowserWanted, export_browser

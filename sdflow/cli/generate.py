@@ -45,7 +45,7 @@ def generate(
     ] = None,
     json: AsJson = False,
     interactive: Annotated[
-        bool, typer.Option("--interactive", help="Use a page in the browser instead; the server runs until Ctrl-C.")
+        bool, typer.Option("--interactive", help="Open a page in the browser instead; its server runs until Ctrl-C.")
     ] = False,
     **given: Any,
 ) -> None:
@@ -151,7 +151,7 @@ def _require_inputs(path: Path, found: ImageSettings, said: set[str], options: M
     if missing:
         spelled = ", ".join(f"{options[each].option(each)} {options[each].metavar}" for each in missing)
         raise UsageError(
-            f"the image was also drawn from: {', '.join(each.replace('_', ' ') for each in missing)}",
+            f"the image was also generated from: {', '.join(each.replace('_', ' ') for each in missing)}",
             where=f"--from {path}",
-            remedy=f"Name the files again: {spelled}.",
+            remedy=f"Pass the same files: {spelled}.",
         )

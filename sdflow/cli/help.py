@@ -1,7 +1,7 @@
 """`--help`: commands and options in groups, an example for each command, nothing truncated.
 
-`GROUPS` holds each command's group and example, `PANELS` each option's group: add new names there. Arguments that one family
-has are grouped under its title.
+`GROUPS` holds each command's group and example, `PANELS` each option's group: add new names there. Arguments that only one
+family has are grouped under the family's title.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ def init(
     fits: Annotated[
         str | None,
         typer.Option(
-            help="Device memory to fit in, such as 8GB (for the CPU: its memory). Chooses quantization and how weights share "
-            "the device.",
+            help="Memory to fit in, such as 8GB: the device's, or the machine's for the CPU. Chooses quantization and how "
+            "weights share the device.",
             metavar="SIZE",
         ),
     ] = None,

@@ -60,7 +60,7 @@ def open_cache(
         raise UsageError(
             "these workflows name different remote caches",
             where=", ".join(workflow.path.name for workflow in said.values()),
-            remedy="Give them one at a time.",
+            remedy="Run the command once for each workflow.",
         )
     named = next(iter(said), None)
     remote = remote_from_environment(named) if url is None else replace(named or RemoteSpec(url), url=at(url, "--url"))
@@ -69,7 +69,7 @@ def open_cache(
 
 
 def remote_of(cache: Cache) -> Remote:
-    """The remote of a cache. What it has to say goes to standard error. Raises UsageError where none is named."""
+    """The remote of a cache; its notices go to standard error. Raises UsageError if there is none."""
     from sdflow.cli.quiet import say
     from sdflow.errors import UsageError
 
@@ -77,7 +77,7 @@ def remote_of(cache: Cache) -> Remote:
         raise UsageError(
             "no remote cache is named",
             where="sdflow cache",
-            remedy="Give --url, set SDFLOW_REMOTE_CACHE, or name a workflow that has `cache: {remote: …}`.",
+            remedy="Add --url, set SDFLOW_REMOTE_CACHE, or name a workflow that has `cache: {remote: …}`.",
         )
     cache.remote.tell = say
     return cache.remote

@@ -14,7 +14,7 @@ OciReference = Annotated[
     str, typer.Argument(help="Registry, name and tag: oci://ghcr.io/me/fox:1.", metavar="OCI_REFERENCE")
 ]
 PlainHttp = Annotated[
-    bool, typer.Option("--plain-http", help="Use HTTP without TLS, as registries on localhost always do.")
+    bool, typer.Option("--plain-http", help="Use HTTP without TLS. Registries on localhost always do.")
 ]
 
 
@@ -57,7 +57,7 @@ def pull(
 ) -> None:
     """Pull a pipeline from an OCI registry.
 
-    Every file is compared with its digest. The folder appears when all of them are there.
+    Checks every file against its digest. The folder appears only once it is complete.
     """
     from sdflow.cli.progress import progress_view
     from sdflow.oci import parse_oci
@@ -74,7 +74,7 @@ def pull(
 
 
 def provenance(pipeline: PipelineFolder, verbose: Verbose = False, json: AsJson = False) -> None:
-    """Show what a pipeline was built from and by what.
+    """Show what a pipeline was built from, and what built it.
 
     Prints provenance.json, an in-toto statement with SLSA's predicate. `sdflow verify` compares the files with it.
     """

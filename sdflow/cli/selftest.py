@@ -48,18 +48,22 @@ def selftest(
 
     if collect is not None:
         if any(each is not None for each in (target, pipeline, report, show, engine_cache)):
-            raise UsageError("it only reads reports, so --json is the only other option", where="--collect")
+            raise UsageError(
+                "only reads reports", where="--collect", remedy="Leave out all other options; --json is allowed."
+            )
         from sdflow.report.selftest import print_collected
         from sdflow.selftest.collect import collect as collect_reports
 
         collected = collect_reports(collect)
         print_collected(collected, as_json=json)
         for each in () if json else collected.left_out:
-            say(f"left out: {each.file}: {each.why}")
+            say(f"skipped: {each.file}: {each.why}")
         return
     if show is not None:
         if any(each is not None for each in (target, pipeline, report, engine_cache)):
-            raise UsageError("it only prints a report, so --json is the only other option", where="--show")
+            raise UsageError(
+                "only prints a report", where="--show", remedy="Leave out all other options; --json is allowed."
+            )
         print_selftest(read_report(show), as_json=json)
         return
     from sdflow.cli.opened import open_cache
@@ -77,8 +81,8 @@ def selftest(
         raise TargetUnavailableError(
             f"{found.target} is not available here",
             where="selftest",
-            remedy=f"Build the sample here, sdflow run shapes --target {found.target} --copy, take it to a machine that has it, "
-            f"and there: sdflow selftest --pipeline shapes-{found.target}.",
+            remedy=f"Build the sample here (sdflow run shapes --target {found.target} --copy), copy it to a machine that has "
+            f"{found.target}, and run there: sdflow selftest --pipeline shapes-{found.target}.",
         )
     if found.verdict != "passed":
         raise VerificationError(f"the self-test of {found.target} is {found.verdict}", where="selftest")

@@ -173,7 +173,7 @@ def read_sizes(text: str | None) -> tuple[int, ...] | None:
         return None
     if not all(part.isdigit() and 0 < int(part) <= 64 for part in text.split(",")):
         raise UsageError(
-            f"{text!r} is not a list of sizes",
+            f"{text!r} is not a list of batch sizes",
             where="--batch-sizes",
             remedy="Use numbers from 1 to 64, such as --batch-sizes 1,2,4.",
         )

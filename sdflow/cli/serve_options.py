@@ -15,14 +15,14 @@ Port = Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free 
 KeyFile = Annotated[
     Path | None,
     typer.Option(
-        help="File of API keys, one on each line; requests must send one of them. Read again when it changes.",
+        help="File of API keys, one per line; requests must send one of them. The file is read again when it changes.",
         metavar="FILE",
     ),
 ]
 AdminKeyFile = Annotated[
     Path | None,
     typer.Option(
-        help="File of keys that may also upload and delete LoRAs, add and remove pipelines, and stop requests of others. "
+        help="File of keys that may also upload and delete LoRAs, add and remove pipelines, and stop others' requests. "
         "Default: every key may change LoRAs and pipelines.",
         metavar="FILE",
     ),
@@ -52,8 +52,8 @@ Alias = Annotated[
 Default = Annotated[
     str | None,
     typer.Option(
-        help="Pipeline for requests with no model, or an unknown one. Without it, requests with no model use the "
-        "first pipeline, and unknown names are errors.",
+        help="Pipeline for requests that name no model, or an unknown one. Default: the first pipeline for requests "
+        "that name none; unknown names are errors.",
         metavar="PIPELINE",
     ),
 ]

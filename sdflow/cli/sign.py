@@ -67,17 +67,17 @@ def sign(
         for option, given in (
             ("--key", key), ("--certificate", certificate), ("--sigstore", sigstore), ("--identity-token", identity_token)
         ):  # fmt: skip
-            refuse(option, given, "is for signing, and --check only checks", "Leave one of them out.")
+            refuse(option, given, "cannot be combined with --check, which only checks", "Leave one of them out.")
         signed_by = check_signature(pipeline, place, trust or (), trust_config)
     else:
-        refuse("--trust", trust, "belongs to --check", "Add --check, or leave it out to sign.")
+        refuse("--trust", trust, "requires --check", "Add --check, or leave out --trust to sign.")
         signer = _signer(key, certificate, sigstore, identity_token, trust_config)
         sign_pipeline(pipeline, place, signer)
         signed_by = signer.public
     if json:
         print_json("signature", {"pipeline": str(pipeline), "signature": str(place), "signer": signed_by})
     else:
-        put(f"{place}: {'the signature holds, ' if check else ''}signed by {signed_by}", wrap=False)
+        put(f"{place}: {'valid, ' if check else ''}signed by {signed_by}", wrap=False)
 
 
 def _signer(
@@ -88,7 +88,7 @@ def _signer(
     from sdflow.store.signing import KEY_VARIABLE, SIGSTORE, Signer, certificates_from_environment
 
     if sigstore and key is not None:
-        raise UsageError("--key and --sigstore exclude each other", where="sdflow sign", remedy="Give one of them.")
+        raise UsageError("--key and --sigstore cannot be combined", where="sdflow sign", remedy="Use one of them.")
     named = os.environ.get(KEY_VARIABLE)
     sigstore = sigstore or (key is None and named == SIGSTORE)
     if key is None and not sigstore and named:
@@ -99,13 +99,13 @@ def _signer(
         ("--trust-config", trust_config is not None and not sigstore, "--sigstore"),
     ):
         if given:
-            raise UsageError(f"it needs {needs}", where=option, remedy="Add that, or leave it out.")
+            raise UsageError(f"requires {needs}", where=option, remedy=f"Add {needs}, or leave out {option}.")
     if sigstore:
         return Signer(None, None, identity_token, trust_config)
     if key is None:
         raise UsageError(
-            "nothing to sign with",
+            "no signing key",
             where="sdflow sign",
-            remedy="Give --key FILE (`sdflow cache key FILE` makes one), or --sigstore.",
+            remedy="Add --key FILE (`sdflow cache key FILE` creates one), or --sigstore.",
         )
     return Signer(key, certificate or certificates_from_environment())

@@ -47,12 +47,14 @@ class _UntilClosed:
 
 
 def must_agree(what: str, *, yes: bool, command: str) -> None:
-    """Asks, unless the answer was given. Raises UsageError where nobody can be asked."""
+    """Ask for confirmation, unless `yes`. Raises UsageError if standard input is not a terminal."""
     from sdflow.errors import UsageError
 
     if not yes and not sys.stdin.isatty():
         raise UsageError(
-            f"removing {what} needs a confirmation, and there is no terminal to ask", where=command, remedy="Add --yes."
+            f"removing {what} must be confirmed, and standard input is not a terminal",
+            where=command,
+            remedy="Add --yes.",
         )
     if not yes:
         import typer

@@ -79,7 +79,7 @@ def verify(
     if run_on is not None:
         find_target(run_on, "--run-on")
     if html is not None and html.is_dir():
-        raise UsageError("this is a folder", where=f"--html {html}", remedy="Name a file in it.")
+        raise UsageError("is a folder", where=f"--html {html}", remedy="Name a file in it.")
     store = open_cache(cache, rehash=rehash)
     most = None if memory is None else parse_size(memory, "--memory")
     done = []
@@ -122,13 +122,13 @@ def _subjects(
     level: Literal["full", "quick"] = "full" if full else "quick"
     if path.is_dir():
         if len(targets) > 1:
-            raise UsageError("a pipeline folder is for one target", where=str(path), remedy="Give one --target.")
+            raise UsageError("a pipeline folder is built for one target", where=str(path), remedy="Use --target once.")
         yield subject_of_folder(path, cache, target=targets[0] if targets else None), VerifySpec(level=level)
         return
     for pipeline in load(path, overrides, targets).pipelines:
         folder = out / pipeline.name
         if not folder.is_dir():
-            raise UsageError(f"{folder} is not there", where=str(path), remedy="Build it first: sdflow run.")
+            raise UsageError(f"{folder} does not exist", where=str(path), remedy="Build it first: sdflow run.")
         subject = subject_of_folder(folder, cache)
         image = pipeline.evaluate.image
         spec = replace(pipeline.verify or VerifySpec(), level=level)

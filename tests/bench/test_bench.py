@@ -226,7 +226,7 @@ def test_an_engine_that_fails_is_reported_and_the_others_go_on(built: Path, tmp_
     ("arguments", "what"),
     [
         (["."], "not an sdflow pipeline"),
-        ([], "there is no pipeline to measure"),
+        ([], "no pipeline is named"),
         (["PIPELINE", "-e", "torch-sdap"], "torch-sdap; did you mean torch-sdpa?"),
         (["PIPELINE", "-e", "torch-xformers"], "torch-xformers: needs xformers and a CUDA device"),
         (["PIPELINE", "--batch", "1,x"], "--batch: '1,x' is not a list of whole numbers"),

@@ -263,8 +263,8 @@ def test_the_command_says_what_it_wrote_and_which_options_do_not_belong(
     assert said["bytes"] == sum(each["bytes"] for each in index["files"].values())
     assert (said["float16"], said["onnxruntime_web"]) == (False, CDN)
     for options, says in (
-        (["--browser", "other", "--ort", "cdn", "--embed"], "--embed is for --one-file"),
-        (["--one-file", "other.onnx", "--ort", "cdn"], "--ort is for --browser"),
+        (["--browser", "other", "--ort", "cdn", "--embed"], "cannot be combined with --embed"),
+        (["--one-file", "other.onnx", "--ort", "cdn"], "--ort: requires --browser"),
         (["--browser", "other", "--ort", "cdn", "--one-file", "other.onnx"], "Run sdflow export twice"),
         (["--browser", "other", "--ort", "cdn", "--schedule-file", "s.json"], "Run sdflow export twice"),
         (["--browser", "other"], "npm install"),

@@ -95,7 +95,7 @@ def test_a_workflow_is_validated_for_programs(tmp_path: Path) -> None:
 def test_the_cache_is_not_emptied_without_a_yes(tmp_path: Path) -> None:
     done = sdflow(tmp_path, "cache", "clean", "--cache", "there")
     assert done.returncode == 2
-    assert "there is no terminal to ask\n  Add --yes." in done.stderr
+    assert "standard input is not a terminal\n  Add --yes." in done.stderr
 
 
 def test_a_suffix_may_be_in_capitals(tmp_path: Path) -> None:

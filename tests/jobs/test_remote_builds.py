@@ -147,7 +147,7 @@ def test_a_verdict_that_somebody_has_put_there_is_not_pulled(tmp_path: Path) -> 
 def test_the_commands_want_a_remote(tmp_path: Path) -> None:
     for command in ("push", "pull"):
         assert "no remote cache is named" in str(asked("cache", command, status=1).exception)
-    assert "only be shrunk by age" in str(asked("cache", "gc", "--remote", "--url", tmp_path, status=1).exception)
+    assert "only be shrunk by the age" in str(asked("cache", "gc", "--remote", "--url", tmp_path, status=1).exception)
 
 
 # In the workflow and the environment

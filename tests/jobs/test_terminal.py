@@ -82,7 +82,7 @@ def well(session: Session, status: int = 0) -> Session:
 
 def test_ctrl_c_ends_a_run_with_130_and_restores_the_terminal(built: Built) -> None:
     session = well(built.interrupted, 130)
-    assert session.shown[-1].startswith("interrupted: nothing was left half-written")
+    assert session.shown[-1].startswith("interrupted: no partial files are left")
     assert not any("⠋" <= letter <= "⠿" for letter in session.text), "nothing of the live view is left"
     assert not list((built.terminal.folder / "tmp").glob("sdflow-*"))
 
@@ -162,7 +162,7 @@ FAILS: dict[str, tuple[tuple[str, ...], str]] = {
     "cache import": (("nothing",), "nothing: no such file"),
     "lock": (("nothing.yaml",), "there is no file 'nothing.yaml'"),
     "provenance": (("nothing",), "not an sdflow pipeline"),
-    "sign": (("nothing",), "nothing to sign with"),
+    "sign": (("nothing",), "no signing key"),
     "push": (("oci://localhost:1/fox:1", "nothing"), "not an sdflow pipeline"),
     "pull": (("nothing",), "nothing"),
 }

@@ -227,7 +227,7 @@ def test_engines_are_listed_and_removed(
     assert (listed["provider"], listed["driver"], listed["models"]) == (TENSORRT, "580.1", 2)
     assert listed["bytes"] > 10000
     refused = shell.run("cache", "engines", "--clear")
-    assert refused.returncode == 2 and "there is no terminal to ask" in refused.stderr
+    assert refused.returncode == 2 and "standard input is not a terminal" in refused.stderr
     assert found.engines.is_dir()
     done = shell.run("cache", "engines", "--clear", "--yes")
     assert (done.returncode, done.stderr) == (0, "") and f"kB in {root}" in done.stdout

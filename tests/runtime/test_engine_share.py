@@ -226,10 +226,10 @@ def test_the_command_pushes_and_pulls(started_python: StartedPython | None, made
     shell = TrustingShell(tmp_path, started_python)
     made("home/.cache/sdflow/engines")
     for wrong, told in (
-        (("--push", "--trust", "a.pub", "--url", "shared"), "belongs to --pull"),
-        (("--trust", "a.pub"), "belongs to --pull"),
-        (("--url", "shared"), "belongs to --push and --pull"),
-        (("--pull", "--url", "shared"), "nobody is named whose engines to take"),
+        (("--push", "--trust", "a.pub", "--url", "shared"), "requires --pull"),
+        (("--trust", "a.pub"), "requires --pull"),
+        (("--url", "shared"), "requires --push or --pull"),
+        (("--pull", "--url", "shared"), "no trusted signer is named"),
     ):
         refused = shell.run("cache", "engines", *wrong)
         assert refused.returncode == 2 and told in refused.stderr, refused.stderr

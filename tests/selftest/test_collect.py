@@ -184,11 +184,11 @@ def test_the_command_prints_the_table_and_names_what_it_left_out(
     done = shell.run("selftest", "--collect", "reports")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("| hardware | system | target |")
-    assert done.stderr.startswith("left out: bad\\n.json: is damaged")
+    assert done.stderr.startswith("skipped: bad\\n.json: is damaged")
     told = json.loads(shell.run("selftest", "--collect", "reports", "--json").stdout)
     assert [each["file"] for each in told["reports"]] == ["good.json"]
     refused = shell.run("selftest", "--collect", "reports", "--engine-cache", "engines")
-    assert refused.returncode == 2 and "it only reads reports" in refused.stderr
+    assert refused.returncode == 2 and "only reads reports" in refused.stderr
     assert told["reports"][0]["hardware"] == "A CPU, 8 cores"
     assert [each["file"] for each in told["left_out"]] == ["bad\\n.json"]
 

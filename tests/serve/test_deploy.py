@@ -187,7 +187,7 @@ def test_a_pid_that_is_another_process_by_now_is_not_taken_for_it() -> None:
 
 
 def test_a_server_that_cannot_start_says_why(tiny_pipeline: Path) -> None:
-    with pytest.raises(UsageError, match="it failed to start:\n(.|\n)*is not a list of sizes"):
+    with pytest.raises(UsageError, match="it failed to start:\n(.|\n)*is not a list of batch sizes"):
         client.deploy(
             "broken",
             [tiny_pipeline],

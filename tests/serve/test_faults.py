@@ -158,7 +158,7 @@ def test_what_takes_too_long_is_given_up(tiny_pipeline: Path) -> None:
         ({"host": "0.0.0.0"}, "anyone who can reach this machine could generate images"),
         ({"require_verified": True}, "it was not verified when built"),
         ({"pipeline": 2}, "another pipeline has the name tiny"),
-        ({"batch_sizes": "1,x"}, "is not a list of sizes"),
+        ({"batch_sizes": "1,x"}, "is not a list of batch sizes"),
         ({"ssl_keyfile": Path(__file__)}, "there is no certificate for this key"),
         ({"ssl_certfile": Path(__file__)}, "is not a certificate with its key"),
     ],

@@ -278,11 +278,11 @@ def test_a_bundle_that_does_not_say_its_key_is_checked_with_each(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--trust", "key.pem.pub"], "--trust: belongs to --check"),
-        (["--key", "key.pem", "--identity-token", "x"], "--identity-token: it needs --sigstore"),
-        (["--key", "key.pem", "--trust-config", "x"], "--trust-config: it needs --sigstore"),
-        (["--certificate", "leaf.pem"], "--certificate: it needs --key"),
-        (["--check", "--key", "key.pem", "--trust", "key.pem.pub"], "--key: is for signing"),
+        (["--trust", "key.pem.pub"], "--trust: requires --check"),
+        (["--key", "key.pem", "--identity-token", "x"], "--identity-token: requires --sigstore"),
+        (["--key", "key.pem", "--trust-config", "x"], "--trust-config: requires --sigstore"),
+        (["--certificate", "leaf.pem"], "--certificate: requires --key"),
+        (["--check", "--key", "key.pem", "--trust", "key.pem.pub"], "--key: cannot be combined with --check"),
     ],
 )
 def test_an_option_that_would_be_ignored_is_refused(
