@@ -144,7 +144,8 @@ def to_markdown(result: BenchResult) -> str:
         lines += [f"**WRONG images:** {', '.join(result.wrong)}.", ""]
     for index, case in enumerate(result.cases):
         baseline = result.baseline(index)
-        lines += [f"## {case}", "", f"Milliseconds a call; ratio to {baseline.name if baseline else 'nothing'}.", ""]
+        ratio = f"ratio to {baseline.name}" if baseline else "no ratios: no baseline ran"
+        lines += [f"## {case}", "", f"Milliseconds per call; {ratio}.", ""]
         rows = list(table(result, index))
         lines += [_row(TABLE), _row(["---"] * len(TABLE)), *(_row(row) for row in rows), ""]
     lines += [f"- {each.name}: {each.status}: {each.reason}" for each in result.engines if each.reason]

@@ -42,10 +42,10 @@ def _verdict(result: BenchResult) -> tuple[tuple[str, str], str]:
     sentence = "No engine was measured."
     if medians:
         name, (fastest, *others) = next(iter(medians)), medians.values()
-        sentence = f"{name} is the fastest, {fastest:,.1f} ms a call"
+        sentence = f"{name} is the fastest, {fastest:,.1f} ms per call"
         sentence += f", {others[0] / fastest:.2f} times as fast as the next." if others else "."
     if result.wrong:
-        return ("WRONG images", "bad"), f"Of {', '.join(result.wrong)}. {sentence}"
+        return ("WRONG images", "bad"), f"From {', '.join(result.wrong)}. {sentence}"
     checked = any(found is not None and found.check is not None for each in result.measured for found in each.cases)
     return (("right", "good") if checked else ("not checked", "warn")), sentence
 

@@ -33,7 +33,9 @@ def print_bench(
     for index, case in enumerate(result.cases):
         if verbose:
             baseline = result.baseline(index)
-            title = f"{case}, fastest first; ratio to {baseline.name if baseline else 'nothing: it did not run'}"
+            title = (
+                f"{case}, fastest first; {f'ratio to {baseline.name}' if baseline else 'no ratios: no baseline ran'}"
+            )
             print_table(title, HEADS, table(result, index), [name for name in HEADS if name not in TEXTS])
         else:
             _print_case(result, index)
@@ -97,7 +99,7 @@ def print_engines(chosen: Sequence[Chosen], *, as_json: bool = False) -> None:
         (each.engine.name, each.engine.title, "runs" if each.skipped is None else f"skipped: {each.skipped}")
         for each in chosen
     ]
-    print_table("", ("engine", "what it is", "here"), rows)
+    print_table("", ("engine", "description", "here"), rows)
 
 
 def print_comparison(result: Comparison, *, as_json: bool = False) -> None:
@@ -120,7 +122,7 @@ def print_comparison(result: Comparison, *, as_json: bool = False) -> None:
     columns = ("engine", "case", "before ms", "after ms", "ratio", "image")
     print_table("", columns, rows_, ("before ms", "after ms", "ratio"))
     if result.differences:
-        put("FORCED: machine or settings differ between these runs, so the ratios mean little:")
+        put("FORCED: the runs differ in machine or settings, so the ratios mean little:")
     for difference in (*result.differences, *result.pipeline):
         put(f"  {difference}")
 
@@ -141,5 +143,5 @@ def print_tune(result: TuneResult, *, as_json: bool = False) -> None:
         for trial in result.trials
     ]
     print_table("", ("option", "value", "time", "distance", ""), rows, ("time", "distance"))
-    put(f"{result.target}: {result.described}; {result.ratio:.3f} of the untuned pipeline's time")
-    put(f"stored for this device and these versions in {result.file}")
+    put(f"{result.target}: {result.described}; takes {result.ratio:.3f} of the untuned pipeline's time")
+    put(f"stored in {result.file}, for this device and these versions")

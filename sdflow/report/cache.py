@@ -55,7 +55,7 @@ def print_cache_verification(report: VerifyReport, *, as_json: bool) -> None:
         return
     for path, what in report.damaged:
         put(f"damaged: {path}: {what}")
-    put(f"sound: {report.actions} actions, {report.objects} objects, {spell_bytes(report.bytes)}")
+    put(f"intact: {report.actions} actions, {report.objects} objects, {spell_bytes(report.bytes)}")
 
 
 def print_collection(report: GcReport, *, dry_run: bool, as_json: bool) -> None:
@@ -71,7 +71,7 @@ def print_collection(report: GcReport, *, dry_run: bool, as_json: bool) -> None:
         f"{spell_bytes(report.bytes_freed)} freed, {spell_bytes(report.bytes_kept)} kept"
     )
     if report.over:
-        put(f"{spell_bytes(report.over)} above the limit are kept, since pipelines or running builds use them")
+        put(f"{spell_bytes(report.over)} above the limit were kept, because pipelines or running builds use them")
 
 
 def print_remote_entries(
@@ -163,7 +163,7 @@ def print_moved_engines(moved: Moved, where: str, *, pushed: bool, as_json: bool
         print_json("moved engines", {"remote": where, "pushed": pushed, **asdict(moved)})
         return
     there = f"{moved.there} were already there"
-    others = f"; {moved.others} of other machines, drivers or versions are ignored" if moved.others else ""
+    others = f"; {moved.others} for other machines, drivers or versions were ignored" if moved.others else ""
     put(f"{moved.engines} engines {'pushed to' if pushed else 'pulled from'} {where}, {there}{others}")
 
 

@@ -53,7 +53,7 @@ def print_browser(exported: BrowserExport, *, as_json: bool = False) -> None:
         return
     precision = "float16: WebGPU needs shader-f16" if exported.float16 else "float32"
     put(
-        f"{exported.folder}: a page, and {exported.files} files that a visitor fetches once, {spell_bytes(exported.weights)}"
+        f"{exported.folder}: a page, and {exported.files} files that a visitor downloads once, {spell_bytes(exported.weights)}"
     )
     put(f"  {precision}; {_words(exported.schedule)}")
     if not exported.runtime.files:
@@ -72,5 +72,5 @@ def print_schedule(table: Coefficients, path: Path, *, as_json: bool = False) ->
 
 
 def _words(table: Coefficients) -> str:
-    noises = f", draws {table.draws} noises" if table.draws else ""
-    return f"{table.scheduler}, {table.steps} steps, {len(table.timesteps)} runs of the denoiser{noises}"
+    noises = f", {table.draws} noise samples" if table.draws else ""
+    return f"{table.scheduler}, {table.steps} steps, {len(table.timesteps)} denoiser runs{noises}"

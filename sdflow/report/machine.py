@@ -65,9 +65,9 @@ def print_passes(name: str | None, *, olive: bool, as_json: bool) -> None:
         print_json("passes", {"passes": [asdict(each) for each in described]})
         return
     rows = [(each.name, each.origin, each.accepts, each.summary) for each in described]
-    print_table("", ("pass", "from", "reads", "what it does"), rows)
+    print_table("", ("pass", "from", "reads", "description"), rows)
     put("sdflow passes NAME shows a pass's options; --olive also lists the other passes of olive-ai.")
-    put("Your own pass: write pass: user_scripts/FILE.py (see the README).")
+    put("To use a pass of your own, write `pass: user_scripts/FILE.py` in the workflow (docs/passes.md).")
 
 
 def _print_pass(name: str, *, as_json: bool) -> None:

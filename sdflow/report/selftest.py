@@ -34,6 +34,6 @@ def print_selftest(report: Report, written: Iterable[Path] = (), *, as_json: boo
             print_table("", columns, rows)
     for name, part in report.submodels.items():
         for node, operator, provider in part.fallen:
-            put(f"fallen: {name}: {node} ({operator}) on {provider}")
+            put(f"fallback: {name}: {node} ({operator}) runs on {provider}")
     for path in written:
         put(f"written: {path}")

@@ -52,7 +52,7 @@ def print_verification(result: Verification, *, verbose: bool = False) -> None:
         shown, columns = [_narrow(row) for row in rows], _narrow(DEVICES)
         columns[1] = "output" if verbose else "worst output"
         title = f"on the device, with the provider's kernels{tuned}"
-        print_table(title, columns, shown, NUMBERS, below=("on", "of the run above"))
+        print_table(title, columns, shown, NUMBERS, below=("on", "vs CPU run"))
     for what, image in (("image", result.image), ("image of base and refiner", result.ensemble)):
         if image is None:
             continue
@@ -67,7 +67,10 @@ def print_verification(result: Verification, *, verbose: bool = False) -> None:
         )
     if result.meaning is not None:
         meaning = result.meaning
-        put(f"meaning: {meaning.artifact:.0%} of {meaning.cases} images are right, PyTorch's {meaning.reference:.0%}")
+        put(
+            f"content: {meaning.artifact:.0%} of {meaning.cases} images match their prompts; "
+            f"{meaning.reference:.0%} of PyTorch's do"
+        )
     if verbose:
         put(f"covered: {'; '.join(result.coverage)}")
     for kind in kinds(each for each in result.findings if each.level == "warning"):
@@ -75,12 +78,13 @@ def print_verification(result: Verification, *, verbose: bool = False) -> None:
     for name, part in result.submodels.items():
         if part.block and part.block.gone:
             put(
-                f"  {name}: {len(part.block.gone)} blocks before the first that differs lack their ends in the graph: fused"
+                f"  {name}: {len(part.block.gone)} blocks before the first that differs were not compared: "
+                "their outputs were fused"
             )
         if part.unproved:
-            put(f"  {name}: not proved without roundings: {part.unproved}")
+            put(f"  {name}: not verified without rounding: {part.unproved}")
         if part.left_out:
-            put(f"  {name}: its fixed shapes leave out {', '.join(part.left_out)}")
+            put(f"  {name}: not verified, because its shapes are fixed: {', '.join(part.left_out)}")
 
 
 def _narrow(cells: Sequence[str]) -> list[str]:

@@ -14,14 +14,14 @@ from sdflow.units import spell_bytes, spell_seconds
 
 Rows = list[tuple[str, ...]]
 
-PARTS = ("submodel", "nodes", "fallen", "median ms", "load s")
-IMAGES = ("prompt", "from PyTorch's", "structure", "what it shows", "")
+PARTS = ("submodel", "nodes", "fallback", "median ms", "load s")
+IMAGES = ("prompt", "PSNR vs PyTorch", "structure", "content", "")
 _KINDS = {"passed": "good", "unavailable": "warn"}
 _SENTENCES = {
     "passed": "This hardware generates the same images as PyTorch on the CPU.",
-    "failed": "This hardware generates other images than PyTorch on the CPU, or nodes ran elsewhere.",
+    "failed": "Images differ from PyTorch's on the CPU, or some nodes ran on another provider.",
     "unavailable": "The target is not available on this machine.",
-    "broken": "The sample could not be built, or did not run.",
+    "broken": "The sample could not be built or did not run.",
 }
 
 
@@ -36,10 +36,10 @@ def about(report: Report) -> list[tuple[str, str]]:
     if report.build_seconds is not None:
         found.append(("built in", spell_seconds(report.build_seconds)))
     if report.image_ms is not None:
-        first = "" if report.first_image_ms is None else f"; the first {report.first_image_ms:.0f} ms"
-        found.append((f"an image of {report.steps} steps", f"{report.image_ms:.1f} ms{first}"))
+        first = "" if report.first_image_ms is None else f"; the first one {report.first_image_ms:.0f} ms"
+        found.append((f"time per image, {report.steps} steps", f"{report.image_ms:.1f} ms{first}"))
     if report.peak_memory_bytes is not None:
-        found.append(("memory of the process", spell_bytes(int(report.peak_memory_bytes))))
+        found.append(("peak process memory", spell_bytes(int(report.peak_memory_bytes))))
     return found + [("note", note) for note in report.notes]
 
 
@@ -64,7 +64,7 @@ def image_rows(report: Report) -> Rows:
             pair.prompt,
             f"{pair.decibels:.1f} dB" if pair.decibels < 200 else "equal",
             f"SSIM {pair.ssim:.4f}",
-            "shows it" if pair.shows else "does not show it",
+            "matches the prompt" if pair.shows else "does not match the prompt",
             "" if pair.shows == pair.shown_by_pytorch else "unlike PyTorch's",
         )
         for pair in report.images
@@ -83,7 +83,7 @@ def page(report: Report) -> str:
     sections = [
         f"<pre>{escape(report.reason)}</pre>" if report.reason else "",
         section("Images", images(drawn), text_table(IMAGES, image_rows(report))) if drawn else "",
-        section("Where its nodes run, and how fast", ran) if report.submodels else "",
+        section("Node placement and speed", ran) if report.submodels else "",
         section("Nodes on another provider", text_table(("submodel", "node", "operator", "provider"), fallen))
         if fallen
         else "",

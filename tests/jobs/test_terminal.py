@@ -88,7 +88,7 @@ def test_ctrl_c_ends_a_run_with_130_and_restores_the_terminal(built: Built) -> N
 
 
 def test_after_ctrl_c_the_cache_is_sound(built: Built) -> None:
-    assert "sound: " in well(built.sound).text
+    assert "intact: " in well(built.sound).text
 
 
 def test_the_first_command_of_the_readme_shows_its_steps_and_ends_in_the_summary(built: Built) -> None:
@@ -142,7 +142,7 @@ SUCCEEDS: dict[str, tuple[tuple[str, ...], str]] = {
     "cache push": (("--url", "remote"), "results were new to"),
     "cache pull": (("--url", "remote"), "0 of 0 missing results fetched"),
     "cache key": (("key.pem",), ""),
-    "cache verify": ((), "sound: "),
+    "cache verify": ((), "intact: "),
     "cache gc": (("--dry-run",), "would remove 0 entries"),
     "cache engines": ((), "kept: 0 B in "),
     "cache export": (("all.sdflow", "--structures", "own.yaml", "--no-verify"), "all.sdflow: "),

@@ -55,7 +55,7 @@ WITH_BASE: dict[str, tuple[tuple[str, ...], int, str]] = {
     "sign": ((".", "--key", "key.pem"), 2, "pip install 'sdflow[sign]'"),
     "cache export": (("x.sdflow", "--structures", TINY), 2, "pip install 'sdflow[build]'"),
     "cache import": (("x.sdflow",), 2, "no such file"),
-    "cache verify": ((), 0, "sound: "),
+    "cache verify": ((), 0, "intact: "),
     "cache gc": ((), 0, "removed 0 entries"),
     "cache clean": (("--yes",), 0, "is empty"),
     "cache engines": ((), 0, "kept: 0 B"),

@@ -87,11 +87,11 @@ WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 720, 260, 70, 30, 40, 16
 MOST_LABELS = 12  # of steps, below the plot
 
 _LEGEND = (
-    '<p class="soft">Distance: relative L2 to the fp32 PyTorch model; ratio: to the distance of plain fp16 PyTorch, as the root '
-    f"mean square over cases. Limits: a ratio of {FLOAT16_RATIO} for float16 artifacts; a distance of {FLOAT32_LIMIT:.0e} for "
-    f"float32 ones, {FLOAT32_AT_MOST:.0e} in a case where fp16 PyTorch loses much. Unrounded: a float16 artifact in float32 with "
-    f"its weights before rounding, in its worst case; at most {EXACT_LIMIT:.0e}, or {EXACT_AT_MOST:.0e} where fp16 PyTorch loses "
-    "much.</p>"
+    '<p class="soft">Distance: relative L2 from the fp32 PyTorch model. Ratio: the distance divided by plain fp16 PyTorch\'s, as '
+    f"the root mean square over cases. Limits: a ratio of {FLOAT16_RATIO} for float16 artifacts; a distance of "
+    f"{FLOAT32_LIMIT:.0e} for float32 ones, or {FLOAT32_AT_MOST:.0e} in cases where fp16 PyTorch loses much. Unrounded: the "
+    "distance of a float16 artifact run in float32 with its weights before rounding, in its worst case; at most "
+    f"{EXACT_LIMIT:.0e}, or {EXACT_AT_MOST:.0e} where fp16 PyTorch loses much.</p>"
 )
 
 
@@ -113,12 +113,12 @@ def _problems(result: Verification) -> str:
         for where, what, remedy in result.problems
     )
     gone = [
-        f"{escape(part.name)}: the graph lacks the ends of {len(part.block.gone)} blocks before the first that differs: "
-        f"they were fused<br><small>{escape(', '.join(part.block.gone))}</small>"
+        f"{escape(part.name)}: {len(part.block.gone)} blocks before the first that differs were not compared: "
+        f"their outputs were fused<br><small>{escape(', '.join(part.block.gone))}</small>"
         for part in result.submodels.values()
         if part.block and part.block.gone
     ]
-    return section("What does not pass", found, listed(gone))
+    return section("Problems", found, listed(gone))
 
 
 def _steps(part: SubmodelVerdict) -> str:
@@ -176,8 +176,8 @@ def _plot_of(steps: Sequence[CaseDistance], ratio: float | None) -> str:
 def _images(result: Verification, images: Mapping[str, bytes]) -> str:
     meaning = ""
     if result.meaning is not None:
-        meaning = f"<p>Meaning: {result.meaning.artifact:.0%} of {result.meaning.cases} images of the sample's "
-        meaning += f"evaluation set show what was asked for, PyTorch's {result.meaning.reference:.0%}.</p>"
+        meaning = f"<p>Content: {result.meaning.artifact:.0%} of {result.meaning.cases} images of the sample's "
+        meaning += f"evaluation set match their prompts; {result.meaning.reference:.0%} of PyTorch's do.</p>"
     alone = _image("The image", result.image, images, "")
     return alone + meaning + _image("The image of base and refiner", result.ensemble, images, PREFIX)
 
@@ -188,7 +188,7 @@ def _image(title: str, verdict: ImageVerdict | None, images: Mapping[str, bytes]
     captions = {
         "pytorch": "fp32 PyTorch",
         "artifact": "the artifacts",
-        "difference": f"their difference, {AMPLIFIED} times amplified",
+        "difference": f"their difference, amplified {AMPLIFIED} times",
     }
     figures = show((caption, images[f"{prefix}{name}.png"]) for name, caption in captions.items())
 
@@ -218,10 +218,8 @@ def _findings(result: Verification) -> str:
         )
         for kind in sorted(kinds(result.findings), key=lambda kind: LEVELS.index(kind.first.level))
     ]
-    columns = ("level", "check", "what, and what to do", "places", "where")
-    return section(
-        "The target and the folder", table(columns, rows, ("places",), wide=("what, and what to do", "where"))
-    )
+    columns = ("level", "check", "finding and remedy", "places", "where")
+    return section("The target and the folder", table(columns, rows, ("places",), wide=("finding and remedy", "where")))
 
 
 def _places(kind: Kind) -> str:
@@ -251,16 +249,16 @@ def _operators(result: Verification) -> str:
         lowered = ", ".join(f"{name} {count}" for name, count in part.lowered.items()) or "none"
         rows.append((part.name, str(sum(part.operators.values())), ", ".join(f"{n} {c}" for n, c in counted), lowered))
     columns = ("submodel", "nodes", "operators", "lowered")
-    return section(
-        "Operators, and those lowered to run on this CPU", table(columns, rows, ("nodes",), wide=columns[2:])
-    )
+    return section("Operators, and those lowered for this CPU", table(columns, rows, ("nodes",), wide=columns[2:]))
 
 
 def _not_covered(result: Verification) -> list[str]:
     parts = result.submodels.values()
-    unproved = [f"{part.name}: not proved without roundings: {part.unproved}" for part in parts if part.unproved]
+    unproved = [f"{part.name}: not verified without rounding: {part.unproved}" for part in parts if part.unproved]
     return unproved + [
-        f"{part.name}: its fixed shapes leave out {', '.join(part.left_out)}" for part in parts if part.left_out
+        f"{part.name}: not verified, because its shapes are fixed: {', '.join(part.left_out)}"
+        for part in parts
+        if part.left_out
     ]
 
 

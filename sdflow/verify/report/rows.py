@@ -8,14 +8,14 @@ from sdflow.verify.result import OutputVerdict, SubmodelVerdict, Verification, s
 
 Rows = list[tuple[str, ...]]
 
-SUBMODELS = ("submodel", "type", "worst output", "distance", "at most", "")
+SUBMODELS = ("submodel", "type", "worst output", "distance", "limit", "")
 OUTPUTS = (
-    "submodel", "output", "graph", "unrounded", "distance", "fp16 PyTorch", "ratio", "at most", "weights computed again", "",
+    "submodel", "output", "graph", "unrounded", "distance", "fp16 PyTorch", "ratio", "limit", "weights recomputed", "",
 )  # fmt: skip
-DEVICES = ("submodel", "output", "on", "distance", "of fp16 PyTorch's", "of the run above", "at most", "")
+DEVICES = ("submodel", "output", "on", "distance", "vs fp16 PyTorch", "vs CPU run", "limit", "")
 NUMBERS = (
-    *("unrounded", "distance", "fp16 PyTorch", "ratio", "at most", "weights computed again"),
-    *("of fp16 PyTorch's", "of the run above"),
+    *("unrounded", "distance", "fp16 PyTorch", "ratio", "limit", "weights recomputed"),
+    *("vs fp16 PyTorch", "vs CPU run"),
 )
 
 
