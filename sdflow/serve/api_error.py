@@ -29,7 +29,7 @@ CODES = {
 
 
 class ApiError(HTTPException):
-    """A rejected request. message: what is wrong and what to do. param: the invalid field. code: machine-readable,
+    """A rejected request. message: what is wrong and how to fix it. param: the invalid field. code: machine-readable,
     listed in docs/reference/errors.md. retry_after: seconds until a retry makes sense."""
 
     def __init__(

@@ -23,7 +23,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
         raise UsageError(f"cannot be read: {error}", where=str(path), remedy="Write one key per line.") from error
     keys = tuple(line for line in map(str.strip, lines) if line and not line.startswith("#"))
     if not keys:
-        raise UsageError("it contains no key", where=str(path), remedy="Write one key per line.")
+        raise UsageError("contains no key", where=str(path), remedy="Write one key per line.")
     return keys
 
 

@@ -128,7 +128,7 @@ def test_bench_and_the_server_never_call_it_float32(shell: Shell, first: Any) ->
 
     told = read_served(shell.folder / FOLDER).to_json()["sdflow"]
     assert told["quantized"] == {"text_encoder": "int8"}
-    assert told["verdict"] == "verified, quick; int8 within the limits that its workflow states"
+    assert told["verdict"] == "verified, quick; int8 within its workflow's limits"
 
 
 def test_a_manifest_that_hides_it_does_not_pass(shell: Shell, first: Any) -> None:

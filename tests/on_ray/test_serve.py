@@ -189,7 +189,7 @@ def test_another_server_is_refused_or_takes_its_place(cluster: Any, built: Path,
     environment = {**os.environ, **SETTINGS, "RAY_ADDRESS": cluster.address}
     refused = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert refused.returncode == 2
-    assert "an application sdflow runs on this cluster already" in refused.stderr
+    assert "an application sdflow is already running on this cluster" in refused.stderr
     assert "Traceback" not in refused.stderr
     with on_ray(cluster, built, "--take-over", "--threads", "1", "--port", port) as other:
         assert server.process.wait(PATIENCE) == 0

@@ -159,7 +159,7 @@ def test_what_takes_too_long_is_given_up(tiny_pipeline: Path) -> None:
         ({"require_verified": True}, "it was not verified when built"),
         ({"pipeline": 2}, "another pipeline has the name tiny"),
         ({"batch_sizes": "1,x"}, "is not a list of batch sizes"),
-        ({"ssl_keyfile": Path(__file__)}, "there is no certificate for this key"),
+        ({"ssl_keyfile": Path(__file__)}, "requires a certificate"),
         ({"ssl_certfile": Path(__file__)}, "is not a certificate with its key"),
     ],
 )
@@ -172,7 +172,7 @@ def test_what_cannot_be_served_is_told_at_once(tiny_pipeline: Path, options: dic
 def test_a_file_without_a_key_is_told_at_once(tiny_pipeline: Path, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("\n")
-    with pytest.raises(UsageError, match="it contains no key"):
+    with pytest.raises(UsageError, match="contains no key"):
         serve([tiny_pipeline], port=0, api_key_file=key)
 
 

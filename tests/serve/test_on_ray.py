@@ -31,7 +31,7 @@ def test_replicas_are_a_number_or_from_and_to(text: str, read: tuple[int, int]) 
 
 @pytest.mark.parametrize("text", ["", "0", "4:1", "1:", ":3", "two", "-1", "0:2", "1:2:3", "²"])
 def test_what_are_no_numbers_of_replicas_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="no numbers of replicas"):
+    with pytest.raises(UsageError, match="not a number of replicas"):
         read_replicas(text)
 
 
@@ -49,7 +49,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
         ((None, 8000, "2", None, None, False), "Add --on ray"),
         ((None, 8000, None, 0.5, None, False), "Add --on ray"),
         ((None, 8000, None, None, None, True), "Add --on ray"),
-        (("ray", 0, None, None, None, False), "no free port"),
+        (("ray", 0, None, None, None, False), "cannot pick a free port"),
         (("ray://head:10001", 8000, None, None, None, False), "from a node of the cluster"),
         (("mars", 8000, None, None, None, False), "is not a Ray cluster"),
     ],

@@ -151,7 +151,7 @@ def test_the_page_names_nothing_by_an_absolute_path() -> None:
 
 
 def test_an_alias_is_no_name_of_a_pipeline(tiny_pipeline: Path) -> None:
-    with pytest.raises(UsageError, match="a pipeline has the name 'tiny'"):
+    with pytest.raises(UsageError, match="'tiny' is already the name of a pipeline"):
         Models({"tiny": read_served(tiny_pipeline, check=False)}, {"tiny": "tiny"})
 
 

@@ -61,7 +61,7 @@ export class Engine {
     try {
       ort = await import(new URL(MODULES[device], place));
     } catch (error) {
-      throw new Problem(`ONNX Runtime Web could not be loaded from ${place}: ${error.message}`, "Check that its files are there and that the server sends .mjs files as JavaScript.");
+      throw new Problem(`ONNX Runtime Web could not be loaded from ${place}: ${error.message}`, "Check that its files exist there and that the server sends .mjs files as JavaScript.");
     }
     ort.env.wasm.wasmPaths = place;
     // Threads need the headers that isolate a page: docs/browser.md.
@@ -132,7 +132,7 @@ export class Engine {
     if (this.device !== "webgpu" || this.watched) return;
     this.watched = await this.ort.env.webgpu.device;
     this.watched.addEventListener("uncapturederror", ({ error }) => (this.#fault ??= error));
-    this.watched.lost.then(({ message }) => (this.#fault ??= new Problem(`The GPU was lost: ${message}`, "Try again, with a smaller image if it happens again.")));
+    this.watched.lost.then(({ message }) => (this.#fault ??= new Problem(`The GPU was lost: ${message}`, "Try again; if this recurs, use a smaller image.")));
   }
 
   /** The outputs of a graph, by name: { data, dims }. given: by name; what the graph does not read is left out. */
@@ -176,7 +176,7 @@ export class Engine {
       signal.throwIfAborted();
       const checked = await this.#run("checker", { pixels: this.#floats(images.data, images.dims) });
       images = checked.images;
-      if (checked.nsfw_content_detected.data[0]) notes.push("The safety checker blackened the image.");
+      if (checked.nsfw_content_detected.data[0]) notes.push("The safety checker blacked out the image.");
     }
     const [, height, width] = images.dims;
     return { pixels: inBytes(images.data), width, height, notes, seconds: (performance.now() - begun) / 1000 };

@@ -1,4 +1,4 @@
-"""Work beside the engine, which continues with other images: copies from the device, and CPU tasks such as encoding."""
+"""Work that runs while the engine continues with other images: copies from the device, and CPU tasks such as encoding."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Lanes: engines in parallel threads, each with its own sessions, that take from one queue.
 
 On a CPU a small model does not use all cores: two images on one core each finish sooner than one after the other on
-both. A GPU has one.
+both. A GPU has one lane.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ def load_lanes(options: WorkerOptions) -> list[LoadedLane]:
     found = [_load(options, threads)]
     for name, each in found[0].pipelines.items():
         if each.base.place.stream is not None:
-            words = f"{name} runs on a GPU, which has one lane"
-            raise UsageError(words, where="--lanes", remedy="Omit it: batching fills the GPU.")
+            words = f"{name} runs on a GPU, which supports one lane only"
+            raise UsageError(words, where="--lanes", remedy="Omit it: batching keeps the GPU busy.")
     return found + [_load(options, threads) for _ in range(options.lanes - 1)]
 
 

@@ -15,7 +15,7 @@ from sdflow.serve.jobs import Job, Show
 
 @dataclass(eq=False)
 class Running:
-    """A running image that either wants a denoising step or waits for pending work."""
+    """A running image that is either ready for a denoising step or waiting for pending work."""
 
     job: Job
     pipeline: ServedPipeline = field(init=False)
@@ -38,7 +38,7 @@ class Running:
 
     def next_step(self) -> Hashable:
         """Return a key that is equal for images that can share a run."""
-        assert self.drawing is not None, "it wants a step"
+        assert self.drawing is not None, "it is ready for a step"
         steps, moment = self.steps, None
         if steps is not None and steps.one_time:
             moment = id(self.drawing.inputs.schedule), self.drawing.index

@@ -45,7 +45,7 @@ class SharedDenoisers(DenoiserSource):
 
     def get(self, request: DenoiserRequest) -> Denoiser:
         images, _, rows, columns = request.shape
-        assert images == 1 and not request.fewer, "a server draws exact images, each by itself"
+        assert images == 1 and not request.fewer, "each drawing of a server has one image and no approximation"
         if request.skipped:  # the runs with skipped layers cannot be shared
             return self._own.get(request)
         steps = self.of(rows, columns, request.conditions, request.axes, request.references)

@@ -77,8 +77,8 @@ class Waiting:
 
 
 def next_batch(images: int, seconds: Mapping[int, float]) -> int:
-    """Return the batch size with the least time per image for the oldest of this many images. The rest wait: taking
-    turns would delay all images and speed up none. seconds: of one run, by batch size."""
+    """Return the batch size with the least time per image for the oldest of this many images. The rest wait: alternating
+    would delay all images and speed up none. seconds: of one run, by batch size."""
     return min(seconds, key=lambda size: (seconds[size] / min(size, images), size))
 
 

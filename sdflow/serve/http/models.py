@@ -21,7 +21,7 @@ class Models(Mapping[str, ServedModel]):
         """Raises UsageError if an alias or the default names no pipeline, or an alias equals a pipeline's name."""
         self._models, self.aliases, self._default = dict(models), dict(aliases or {}), default
         if both := self._models.keys() & self.aliases.keys():
-            words = f"a pipeline has the name {min(both)!r}"
+            words = f"{min(both)!r} is already the name of a pipeline"
             raise UsageError(words, where="--alias", remedy="Choose another alias.")
         wanted = [("--alias", name) for name in self.aliases.values()]
         for option, name in [*wanted, *([] if default is None else [("--default", default)])]:

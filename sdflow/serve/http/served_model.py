@@ -65,8 +65,8 @@ class ServedModel:
         if not self.verified:
             return "not verified"
         types = ", ".join(dict.fromkeys(self.manifest.origin.quantized.values()))
-        low_bits = "; weights dequantized from files in low bits" if self.manifest.origin.low_bits else ""
-        limits = f"; {types} within the limits that its workflow states" if types else ""
+        low_bits = "; weights dequantized from low-bit files" if self.manifest.origin.low_bits else ""
+        limits = f"; {types} within its workflow's limits" if types else ""
         return f"verified, {self.verified}{limits}{low_bits}"
 
     def to_json(self, most_pixels: int | None = None) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class ServedModel:
 def read_served(folder: Path, *, require_verified: bool = False, check: bool = True) -> ServedModel:
     """Read a pipeline folder. check: verify its files against the recorded digests.
 
-    Raises UsageError if the folder is no pipeline or not verified as required, VerificationError if its files changed.
+    Raises UsageError if the folder is not a pipeline or not verified as required, VerificationError if its files changed.
     """
     manifest, family, refiner = read_manifest(folder), folder_family(folder), refiner_of(folder)
     arguments = {**family.arguments, **({} if refiner is None else folder_family(refiner).arguments)}

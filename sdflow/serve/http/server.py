@@ -55,7 +55,7 @@ def serve(settings: Settings, where: Listening, started: Callable[[str, int], No
     from sdflow.serve.http.connection import Connection
 
     if where.certificate is None and where.certificate_key is not None:
-        raise UsageError("there is no certificate for this key", where="--ssl-keyfile", remedy="Add --ssl-certfile.")
+        raise UsageError("requires a certificate", where="--ssl-keyfile", remedy="Add --ssl-certfile.")
     listening = listen(where.host, where.port)
     found = listening.getsockname()[1]
     os.environ.update({name: os.environ.get(name, value) for name, value in SILENT.items()})
@@ -79,7 +79,7 @@ def serve(settings: Settings, where: Listening, started: Callable[[str, int], No
         ssl_keyfile=where.certificate_key,
     )
     if where.certificate is not None:
-        with os_errors_as("is not a certificate with its key", where.certificate):
+        with os_errors_as("is not a certificate that matches its key", where.certificate):
             config.load()  # reads the TLS files
 
     class Server(uvicorn.Server):

@@ -1,4 +1,4 @@
-"""Read from the cache what LoRAs need to know of how a pipeline was built, without loading the pipeline."""
+"""Read from the cache which graphs and weights LoRAs apply to, without loading the pipeline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_structures(folder: Path, cache: Path) -> Read:
     checkpoint = plan.checkpoint
     if checkpoint is None:
         raise UsageError(
-            f"{origin.model} is not on this machine", where=str(where), remedy="Run the pipeline's workflow."
+            f"{origin.model} is not on this machine", where=str(where), remedy="Run the pipeline's workflow to download it."
         )
     require_same_checkpoint(checkpoint, origin, str(where))
     found = {}
@@ -37,7 +37,7 @@ def read_structures(folder: Path, cache: Path) -> Read:
             continue
         if chain.steps[-1].name != BIND_PASS:
             raise UsageError(
-                f"its {chain.submodel} was built with its weights carried through every pass, so LoRAs cannot be added later",
+                f"the weights of its {chain.submodel} were carried through every pass, so LoRAs cannot be added later",
                 where=plan.pipeline.name,
                 remedy="Bake them into separate pipelines with `sdflow bake`.",
             )

@@ -170,9 +170,9 @@ class ReplicaLine:
                         if isinstance(message, Drawn | Failed):
                             return
                 except LOST as error:
-                    lost = f"its replica is gone ({type(error).__name__})"
+                    lost = f"its replica was lost ({type(error).__name__})"
                 except TaskCancelledError:  # by Ray Serve, when the replica shuts down
-                    lost = "its replica ended"
+                    lost = "its replica was shut down"
                 self._open[place] = False
             self._hear(Failed(job.request, job.index, "ReplicaLost", f"{lost}, {ATTEMPTS} times"))
         finally:

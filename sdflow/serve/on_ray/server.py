@@ -86,9 +86,9 @@ def _make_room(serve: Any, spread: Spread) -> None:
         return
     if not spread.take_over:
         raise UsageError(
-            f"an application {NAME} runs on this cluster already",
+            f"an application {NAME} is already running on this cluster",
             where="--on",
-            remedy="End it where it was started, or let this one take its place: --take-over.",
+            remedy="Stop it where it was started, or replace it with --take-over.",
         )
     _delete(serve)
 
@@ -108,9 +108,9 @@ def _applications(serve: Any) -> Any:
         return serve.status().applications
     except (RayError, RuntimeError, OSError) as error:
         raise UsageError(
-            f"the cluster does not answer any more ({type(error).__name__})",
+            f"the cluster no longer answers ({type(error).__name__})",
             where="--on",
-            remedy="Look at its head node: `ray status`.",
+            remedy="Run `ray status` on its head node.",
         ) from error
 
 
@@ -173,7 +173,7 @@ def _wait_until_running(serve: Any, ended: threading.Event) -> bool:
     while not ended.wait(LOOK_SECONDS):
         found = _applications(serve).get(NAME)
         if found is None:
-            raise UsageError("it was taken down meanwhile", where="--on", remedy="Start it again.")
+            raise UsageError("the application was deleted while it was starting", where="--on", remedy="Start it again.")
         if found.status in ("RUNNING", "UNHEALTHY"):
             return True
         if found.status == "DEPLOY_FAILED":
@@ -186,7 +186,7 @@ def _reason(message: str) -> str:
     """Return the last line that names an error."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     named = [line for line in lines if "Error: " in line]
-    return (named or lines or ["Ray Serve does not say why"])[-1]
+    return (named or lines or ["Ray Serve gives no reason"])[-1]
 
 
 def _require_answer(url: str) -> None:

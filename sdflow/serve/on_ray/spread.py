@@ -68,18 +68,18 @@ def read_spread(
     if on is None:
         if replicas is not None or gpus is not None or queue is not None or take_over:
             raise UsageError(
-                "replicas are of a cluster", where="--replicas, --gpus, --queue, --take-over", remedy="Add --on ray."
+                "only available on a cluster", where="--replicas, --gpus, --queue, --take-over", remedy="Add --on ray."
             )
         return None
     address = ray_address(on)
     if address != "auto":
         raise UsageError(
-            "a server is deployed from a node of the cluster",
+            "servers can only be deployed from a node of the cluster",
             where=f"--on {on}",
-            remedy="Run it there with --on ray; RAY_ADDRESS names the cluster where there are several.",
+            remedy="Run this command on a node, with --on ray; RAY_ADDRESS selects one of several clusters.",
         )
     if port == 0:
-        raise UsageError("Ray Serve finds no free port", where="--port", remedy="Name one.")
+        raise UsageError("Ray Serve cannot pick a free port", where="--port", remedy="Name a port.")
     if tls:
         raise UsageError(
             "Ray Serve's proxy does not serve HTTPS", where="--ssl-certfile", remedy="Use a proxy in front of it."
@@ -93,6 +93,6 @@ def read_replicas(text: str) -> tuple[int, int]:
     found = [int(each) if each.isascii() and each.isdigit() else 0 for each in (least, most if colon else least)]
     if not 0 < found[0] <= found[1]:
         raise UsageError(
-            f"{text!r} are no numbers of replicas", where="--replicas", remedy="Write 2, or from and to as 1:4."
+            f"{text!r} is not a number of replicas", where="--replicas", remedy="Write a number such as 2, or a range such as 1:4."
         )
     return found[0], found[1]

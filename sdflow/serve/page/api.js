@@ -130,7 +130,7 @@ async function* events(body) {
       read = await reader.read();
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      throw new Problem("The server went away while generating.");
+      throw new Problem("The connection to the server was lost while generating.");
     }
     if (read.done) return;
     text += read.value;

@@ -95,7 +95,7 @@ function lacking() {
   const task = model()?.task;
   if (task === "image" && !start.given) return "This pipeline needs an image to start from: choose one.";
   if (task === "inpaint" && !(start.given && start.painted)) {
-    return "This pipeline paints into an image: choose one to start from, and paint the part to generate.";
+    return "This is an inpainting pipeline: choose an image to start from, and paint the part to generate.";
   }
   return null;
 }
@@ -238,7 +238,7 @@ let waiting = false;
 async function untilBack() {
   if (waiting) return;
   waiting = true;
-  parts.server.textContent = "The server is not ready. This page checks every two seconds whether it is.";
+  parts.server.textContent = "The server is not ready. This page checks again every two seconds.";
   parts.server.hidden = false;
   while (!(await api.ready())) await new Promise((done) => setTimeout(done, 2000));
   parts.server.hidden = true;
