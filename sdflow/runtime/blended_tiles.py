@@ -1,6 +1,6 @@
-"""Run an image network in overlapping tiles and blend these at their seams, for graphs that cannot run in bands of rows.
+"""Run an image network on overlapping tiles and blend them, for graphs that cannot run in bands of rows.
 
-The result differs from that of the whole image, because each tile is normalized by itself.
+The image differs slightly from an untiled one, because each tile is normalized by itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TILE_OVERLAP = 0.25
 def in_tiles(
     run: Callable[[torch.Tensor], torch.Tensor], whole: torch.Tensor, size: int, out_size: int
 ) -> torch.Tensor:
-    """Run overlapping square tiles of `whole`, and blend them at their seams.
+    """Run overlapping square tiles of `whole`, and blend them where they overlap.
 
     size, out_size: tile size before and after `run`. Tiles and blending match diffusers' AutoencoderKL (0.42),
     `tiled_decode` and `_tiled_encode`.

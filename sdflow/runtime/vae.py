@@ -1,7 +1,7 @@
-"""Encode and decode images with the VAE one at a time, in bands of rows if memory is short.
+"""Encode and decode images with the VAE, one at a time, and in bands of rows if memory is short.
 
-In bands, the result is that of the whole image except for rounding (`sdflow.runtime.bands`). Graphs that cannot run in
-bands, and targets that compile every graph, use overlapping tiles instead, which change the image
+Bands give the same result as the whole image except for rounding (`sdflow.runtime.bands`). Graphs that cannot run in bands,
+and targets that compile every graph, use overlapping tiles instead, which change the image slightly
 (`sdflow.runtime.blended_tiles`).
 """
 
@@ -46,8 +46,8 @@ ALWAYS_THERE = 1 << 28
 
 @dataclass(frozen=True)
 class Tiling:
-    """How an image is divided. pixels: rows of a band, or side of a square tile. storage: where values between the
-    stages of bands lie, in torch's notation; None: blended tiles."""
+    """How an image is divided. pixels: rows per band, or side of a square tile. storage: device of the values between the
+    stages of bands, in torch's notation; None: blended tiles."""
 
     pixels: int
     storage: str | None
@@ -144,7 +144,8 @@ def encode(encoder: Submodel, images: torch.Tensor, what: Latents, *, tiles: boo
 def _runner(
     half: Submodel, read: Role, written: Role, size: tuple[int, int, int], tiles: bool | None
 ) -> tuple[Tiling | None, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return how an image is divided, and what computes one. size: rows and columns of the latents, and pixels per latent."""
+    """Return how an image is divided, and the function that computes it. size: rows and columns of the latents, and pixels
+    per latent."""
     given, made = half.port(read), half.port(written)
     rows, columns, scale = size
     before, after = (1 if role is Role.LATENTS else scale for role in (read, written))
@@ -165,24 +166,24 @@ def _runner(
             bands = _bands(half, given, before, size, chosen)
         except PassError as error:
             half.blends = True
-            _warn(half, f"cannot run in bands ({error.what}) but in tiles, which changes the image slightly")
+            _warn(half, f"is tiled, which changes the image slightly: {error.what}")
             chosen = tiling(half, rows, columns, scale, tiles)
         else:
             if tiles is None:
-                _warn(half, f"runs in bands of {chosen.pixels} pixels: at once {_lacking(half, rows, columns)}")
+                _warn(half, f"runs in bands of {chosen.pixels} pixels: {_lacking(half, rows, columns)}")
             return chosen, bands
     if chosen is None:
         return None, run_whole
     if tiles is None:
         lacking = _lacking(half, rows, columns)
-        _warn(half, f"is tiled ({chosen.pixels} pixels), which changes the image slightly: without tiles {lacking}")
+        _warn(half, f"is tiled ({chosen.pixels} pixels), which changes the image slightly: {lacking}")
     sides = tuple(chosen.pixels // scale * each for each in (before, after))
     return chosen, lambda image: in_tiles(run, image, *sides)
 
 
 def _bands(half: Submodel, given: str, factor: int, size: tuple[int, int, int], chosen: Tiling) -> Bands:
-    """Return the half in bands for this size; the last one is kept. given: its input. factor: of the input's rows per
-    latent row. Raises PassError like `decompose`."""
+    """Return the half in bands for this size; the last one is kept. given: its input. factor: input rows per latent row.
+    Raises PassError like `decompose`."""
     rows, columns, scale = size
     key = rows, columns, chosen
     if half.banded is None or half.banded[0] != key:
@@ -204,7 +205,7 @@ def _bands(half: Submodel, given: str, factor: int, size: tuple[int, int, int], 
 
 def _lacking(half: Submodel, rows: int, columns: int) -> str:
     wanted, free = _wanted(half, rows, columns), _room(half)
-    return f"it needs about {spell_bytes(wanted)}, but only {spell_bytes(free)} are free"
+    return f"the whole image needs about {spell_bytes(wanted)}, but only {spell_bytes(free)} is free"
 
 
 def _warn(half: Submodel, what: str) -> None:
@@ -222,7 +223,7 @@ def _wanted(half: Submodel, rows: int, columns: int) -> int:
 
 
 def _room(half: Submodel) -> int:
-    """Return the bytes available on the half's device, once all weights that can leave it have left."""
+    """Return the bytes available on the half's device once all movable weights are evicted."""
     return available_bytes(half.place.device) if half.residency is None else half.residency.reachable()
 
 

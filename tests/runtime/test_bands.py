@@ -221,7 +221,7 @@ def test_bands_no_higher_than_their_margins_are_refused() -> None:
     ]
     graph = graph_of(*convs)
     graph.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((4, 4, 3, 3), np.float32), "w"))
-    with pytest.raises(PassError, match="bands of 6 rows are within their margins of 3"):
+    with pytest.raises(PassError, match="bands of 6 rows are too small for margins of 3"):
         decompose(graph, lambda rows: {"latent_height": rows, "latent_width": 6}, ROWS, 6)
     assert decompose(graph, lambda rows: {"latent_height": rows, "latent_width": 6}, ROWS, 7).stages[0].margin == 3
 
@@ -236,9 +236,7 @@ def test_a_graph_that_cannot_run_in_bands_is_tiled_and_a_warning_names_the_opera
 
     decoder = pipeline.submodels["vae_decoder"].changed(with_a_shrink)
     latents = torch.randn(1, 4, 24, 32, generator=torch.Generator().manual_seed(1))
-    with pytest.warns(
-        TiledWarning, match=r"decoder cannot run in bands \(Shrink shrunk.*in tiles, which changes the image"
-    ):
+    with pytest.warns(TiledWarning, match="decoder is tiled, which changes the image slightly: Shrink shrunk"):
         how, (found,) = vae.decode(decoder, latents, pipeline.latents, tiles=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error", TiledWarning)

@@ -125,16 +125,16 @@ def test_what_cannot_be_halved_is_refused_before_anything_is_drawn(
     tiny_pipeline: Path, two: Pipeline, tmp_path: Path
 ) -> None:
     for options, words in (
-        ({"devices": 3}, "3 devices were requested, but guidance has 2 halves"),
+        ({"devices": 3}, "3 devices were requested, but a pipeline runs on at most 2"),
         ({"devices": 2, "low_memory": True}, "low_memory loads one submodel at a time"),
     ):
         with pytest.raises(UsageError, match=words):
             Pipeline.load(tiny_pipeline, "cpu", **options)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="the target tensorrt runs on one device"):
+    with pytest.raises(UsageError, match="the target tensorrt supports only one device"):
         require_devices(2, tiny_pipeline, find_target("tensorrt", "--target"), low_memory=False)
-    with pytest.raises(UsageError, match="takes no negative prompt, so guidance has no two halves"):
+    with pytest.raises(UsageError, match="takes no negative prompt, so there is nothing to compute"):
         Pipeline.load(distilled(tiny_pipeline, tmp_path / "distilled"), "cpu", devices=2)
-    with pytest.raises(UsageError, match="guidance is off, so there are no two halves"):
+    with pytest.raises(UsageError, match="guidance is off, so there is nothing to compute"):
         draw(two, guidance_scale=1.0)
 
 

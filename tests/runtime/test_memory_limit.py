@@ -136,7 +136,9 @@ def test_where_memory_is_short_the_decoder_gives_the_same_image_in_bands_and_say
         warnings.simplefilter("error", TiledWarning)
         whole = Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False).decode(latents)
     short(2**20)
-    with pytest.warns(TiledWarning, match=r"vae decoder runs in bands of 48 pixels: at once it needs about .* free"):
+    with pytest.warns(
+        TiledWarning, match=r"vae decoder runs in bands of 48 pixels: the whole image needs about .* free"
+    ):
         banded = pipeline.decode(latents)
     assert 0 < (banded - whole).abs().max() < 1e-5
 

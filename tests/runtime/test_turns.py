@@ -64,7 +64,7 @@ def test_what_can_take_turns_is_streamed_only_where_nothing_is_lacking(
         assert found is not None and not found.streams
         return
     said = {
-        "nothing": "streams .* because .* of the memory of cuda is available",
+        "nothing": "streams .* because cuda has only .* available",
         "compiler": "take turns with others instead of being streamed.*there is no C compiler",
         "host memory": "take turns with others instead of being streamed.*too much of this computer",
     }
@@ -82,9 +82,7 @@ def test_what_fits_neither_by_itself_nor_streamed_is_refused_with_the_reason(
     name = folder_family(folder).denoiser
     monkeypatch.setattr(turns, "residency", lambda device, limit: Residency(lambda: 1000, lambda: None))
     monkeypatch.setattr(turns, "operator_library", no_library)
-    with pytest.raises(
-        UsageError, match="of the memory of cuda is available.*cannot be streamed: there is no C compiler"
-    ):
+    with pytest.raises(UsageError, match="cuda has only .* available.*cannot be streamed: there is no C compiler"):
         moving_weights(folder, [name], TARGETS["cuda"], "fit", None)
 
 

@@ -1,1 +1,4 @@
-"""Run a VAE in bands of rows whose result is that of the whole image: `decompose` cuts the graph, `Bands` runs it."""
+"""Run a VAE on bands of rows to save memory, with the same result as on the whole image.
+
+`decompose` cuts the graph, `Bands` runs it.
+"""

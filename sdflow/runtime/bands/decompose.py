@@ -1,9 +1,9 @@
-"""Cut a graph into stages, each of which runs band by band, for a result that is that of the whole image.
+"""Cut a graph into stages that each run band by band and together compute the same result as the whole graph.
 
-A node that needs a value of the whole image - a normalization its statistics, attention all keys and values - begins
-another stage. Values that a later stage reads are stored whole between stages. Within a stage, all operators are local
-(`sdflow.runtime.bands.locality`): a band is read with a margin of rows on both sides, and the rows that the margin makes wrong
-are discarded.
+Some nodes need the whole image: a normalization its statistics, attention all keys and values. Each of them begins a new
+stage; values that later stages read are stored whole in between. Within a stage, all operators are local
+(`sdflow.runtime.bands.locality`): a band is read with a margin of rows on both sides, and rows that come out wrong because
+the image was cut there are discarded.
 
     x -> GroupNorm -> Conv -> GroupNorm -> Conv         stage 1: x, its statistics
                                                         stage 2: (x * scale + shift) -> Conv, its statistics
@@ -30,8 +30,9 @@ STATISTICS_BYTES = 8
 def decompose(model: Any, sizes: Callable[[int], Mapping[str, int]], rows: int, band: int) -> Decomposition:
     """Cut a VAE half's ModelProto.
 
-    sizes: rows of the latents -> axis name -> size, as for `specialize`, for one image. rows: of the latents. band: most
-    rows of the latents in a band, fewer than `rows`; stages that then take no more memory than others run whole.
+    sizes: maps the number of latent rows to axis sizes by name, as for `specialize`, for one image. rows: latent rows of
+    the image. band: maximum latent rows per band, fewer than `rows`. A stage runs whole if that takes no more memory than
+    the largest stage takes in bands.
     Raises PassError if an operator is not known to be local, or a band is too small for its margins.
     """
     return _Cut(model, sizes, rows, band).decomposition()
@@ -47,7 +48,7 @@ class _Cut:
         self.nodes = list(self.models[rows].graph.node)
         made = [[(node.op_type, *node.output) for node in each.graph.node] for each in self.models.values()]
         if found[band] != found[rows] or made[0] != made[-1]:
-            raise PassError("the graph differs between sizes", where="bands")
+            raise PassError("the graph has different nodes at different image sizes", where="bands")
         self.inputs = [item.name for item in model.graph.input]
         self.results = [item.name for item in model.graph.output]
         self.shapes = {
@@ -103,7 +104,7 @@ class _Cut:
         stages = [whole if whole.size <= most else banded for banded, whole in zip(*parts, strict=True)]
         for stage in stages:
             if stage.rows < self.rows and stage.rows <= 2 * stage.margin:
-                raise PassError(f"bands of {self.band} rows are within their margins of {stage.margin}", where="bands")
+                raise PassError(f"bands of {self.band} rows are too small for margins of {stage.margin}", where="bands")
         drops = [tuple(name for name, use in uses.items() if use == stage) for stage in range(last + 1)]
         held = [
             sum(each.size for name, each in stored.items() if self.stage_of[name] <= stage <= uses.get(name, last))
@@ -112,7 +113,7 @@ class _Cut:
         return Decomposition(tuple(stages), tuple(drops), self.rows, self.inputs[0], self.results[0], max(held), most)
 
     def _needs(self, stage: int) -> tuple[dict[str, None], list[int]]:
-        """Return the values of earlier stages that a stage reads, and its nodes: those of the stage, and before them
+        """Return the values of earlier stages that a stage reads, and its nodes, including repeated ones of earlier stages:
         those without rows and those that only move values."""
         waiting = [place for place, node in enumerate(self.nodes) if self._is_made_in(node, stage)]
         values: dict[str, None] = {}
@@ -153,7 +154,7 @@ class _Cut:
         dtype = "bfloat16" if element == TensorProto.BFLOAT16 else str(helper.tensor_dtype_to_np_dtype(element))
         scale = self.locality.scale(name)
         if scale is None:
-            raise PassError(f"the rows of {name} are no multiple of the latents'", where="bands")
+            raise PassError(f"the rows of {name} are not a multiple of the latents'", where="bands")
         return Stored(name, self.shapes[self.rows][name], dtype, self.locality.rows[name].axis, scale)
 
     def _stage(
@@ -164,7 +165,7 @@ class _Cut:
         outputs: Sequence[str],
         stored: Mapping[str, Stored],
     ) -> Stage:
-        """Return a stage of these nodes. values: of earlier stages. rows: of the latents in a band."""
+        """Return a stage of these nodes. values: of earlier stages. rows: latent rows per band."""
         nodes = [copied(self.models[rows].graph.node[place]) for place in places]
         whole = self._read_whole(nodes)
         read = {name for node in nodes for name in node.input}
@@ -188,7 +189,7 @@ class _Cut:
         )
 
     def _read_whole(self, nodes: Sequence[Any]) -> dict[str, str]:
-        """Let nodes read whole values by names of their own; return these, with the values."""
+        """Rename the inputs that nodes read whole; return new name -> value."""
         found = {}
         for node in nodes:
             for name in self.locality.whole_inputs(node):
@@ -197,7 +198,7 @@ class _Cut:
         return found
 
     def _wrong(self, places: Sequence[int]) -> dict[str, int]:
-        """Return how many rows of each value are wrong at an end of a band if only these nodes run in it."""
+        """Return how many rows of each value are wrong at a cut if only these nodes run in a band."""
         local = self._locality()
         for place in places:
             for name in self.nodes[place].input:

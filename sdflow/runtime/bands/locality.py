@@ -1,8 +1,8 @@
-"""Which rows of a node's output depend on which rows of its inputs.
+"""Determine which input rows a node's output rows depend on.
 
-A band of rows is run as if it were the image. The rows near its ends are then wrong: where the image goes on, they were
-computed from zeros, or not at all. Each operator moves these wrong rows further into the band, and they are discarded in the
-end. An operator that is not listed here, or that reads rows in another way, cannot run in bands.
+A band is run as if it were a whole image, so rows next to a cut are wrong: operators such as convolutions read padding there
+instead of the neighbouring rows. Each such operator adds wrong rows, which are discarded at the end. Operators that are not
+listed here, or that read rows in another way, cannot run in bands.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ PER_VALUE = frozenset({
     "Abs", "Add", "Cast", "Clip", "Div", "Erf", "Exp", "Gelu", "Identity", "LeakyRelu", "Max", "Min", "Mul", "Neg", "Pow",
     "QuickGelu", "Relu", "Sigmoid", "Sqrt", "Sub", "Tanh",
 })  # fmt: skip
-"""Operators whose output values depend on the inputs' values at the same place."""
+"""Elementwise operators."""
 
 MOVES = frozenset(["Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"])
-"""Operators that hold the values of their first input, in another shape: repeated rather than stored."""
+"""Operators that only change the shape of their first input. Later stages repeat them instead of reading a stored result."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How a value is divided into bands. axis: of its rows. wrong: number of rows that are wrong at an end of a band
-    where the image goes on."""
+    """How a value is divided into bands. axis: of its rows. wrong: number of wrong rows at each cut."""
 
     axis: int
     wrong: int = 0
@@ -38,8 +37,8 @@ class Rows:
 class Locality:
     """Applies the rules to the nodes of one graph.
 
-    band, whole: shapes of all values, for a band of rows and for the whole image. constants: values of small constants.
-    least, most: rows of the latents in the band and in the whole.
+    band, whole: shapes of all values, for a band and for the whole image. constants: values of small constants. least,
+    most: latent rows of the band and of the whole image.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Locality:
         self.rows[name] = Rows(axis)
 
     def whole_inputs(self, node: Any) -> list[str]:
-        """Return the inputs of which a node needs all rows to compute any: a product's second factor."""
+        """Return the inputs that a node needs whole to compute any row: a product's second factor."""
         return [name for name in node.input[1:] if name in self.rows] if node.op_type == "MatMul" else []
 
     def add(self, node: Any) -> None:
@@ -63,14 +62,14 @@ class Locality:
         reads = [name for name in node.input if name in self.rows]
         if not reads:
             if any(self._varies(name, axis) for name in node.output for axis in range(len(self._band[name]))):
-                raise refused(node, "its output's size depends on the image's, but its inputs do not")
+                raise refused(node, "the size of its output depends on the image's, but those of its inputs do not")
             return
         rule = _RULES.get((node.domain.replace("ai.onnx", ""), node.op_type))
         if rule is None:
             raise refused(node, "it is not known which rows it reads")
         found = rule(self, node, [self.rows.get(name) for name in node.input])
         if found is None or not self._varies(node.output[0], found.axis):
-            raise refused(node, "it reads rows in a way that is not known")
+            raise refused(node, "it reads rows in an unsupported way")
         for name in filter(None, node.output):
             self.rows[name] = found
 
@@ -85,7 +84,7 @@ class Locality:
         return axis < len(self._band[name]) and self._band[name][axis] != self._whole[name][axis]
 
     def _ratio(self, before: str, before_axis: int, after: str, after_axis: int) -> Fraction:
-        """Return how many times as many rows one value has as another."""
+        """Return the number of rows of `after` per row of `before`."""
         growth = [
             self._whole[name][axis] - self._band[name][axis]
             for name, axis in ((after, after_axis), (before, before_axis))
@@ -99,7 +98,7 @@ class Locality:
         return Rows(axes.pop(), _most_wrong(inputs)) if len(axes) == 1 else None
 
     def conv(self, node: Any, inputs: Sequence[Rows | None]) -> Rows | None:
-        """The padding at an end of a band is not the image: as many more rows are wrong, divided by the stride."""
+        """At a cut, padding stands in for rows of the image: as many more rows are wrong, divided by the stride."""
         first, *others = inputs
         last = node.op_type == "NhwcConv"
         if first is None or any(others) or len(self._band[node.input[0]]) != 4 or first.axis != (1 if last else 2):
@@ -127,7 +126,7 @@ class Locality:
         return None if first is None else Rows(order.index(first.axis), first.wrong)
 
     def reshape(self, node: Any, inputs: Sequence[Rows | None]) -> Rows | None:
-        """Rows stay together if as many values come before a row's as in the output, in a band and in the whole."""
+        """Rows stay intact if an output axis has as many values in front of it as the rows', in a band and in the whole."""
         first, result = inputs[0], node.output[0]
         if first is None:
             return None
@@ -142,13 +141,13 @@ class Locality:
         return None
 
     def concat(self, node: Any, inputs: Sequence[Rows | None]) -> Rows | None:
-        """Inputs are joined along any axis but that of their rows, and each of them has rows."""
+        """Inputs, which must all have rows, are joined along another axis."""
         axes = {rows.axis for rows in inputs if rows}
         joined = attribute(node, "axis", 0) % len(self._band[node.output[0]])
         return Rows(axes.pop(), _most_wrong(inputs)) if len(axes) == 1 and joined not in axes and all(inputs) else None
 
     def slice(self, node: Any, inputs: Sequence[Rows | None]) -> Rows | None:
-        """A fixed number of rows may be left out at either end."""
+        """A fixed number of rows may be cut off at either end."""
         first, given = inputs[0], [self._constants[name] for name in node.input[1:] if name in self._constants]
         if first is None or len(given) < len(node.input) - 1:
             return None
@@ -167,7 +166,7 @@ class Locality:
         return None if first is None or any(others) else Rows(first.axis + ranks[1] - ranks[0], first.wrong)
 
     def pad(self, node: Any, inputs: Sequence[Rows | None]) -> Rows | None:
-        """Zeros added at an end of a band are not the image: these rows are wrong too."""
+        """At a cut, the added zeros stand in for rows of the image, so they are wrong too."""
         first, pads = inputs[0], self._constants.get(node.input[1])
         if first is None or pads is None or attribute(node, "mode", b"constant") != b"constant" or len(node.input) > 3:
             return None
@@ -180,7 +179,7 @@ class Locality:
         return first if first is not None and first.axis == rank - 2 and same else None
 
     def softmax(self, node: Any, inputs: Sequence[Rows | None]) -> Rows | None:
-        """Rows stay independent of each other if the sum is taken along another axis."""
+        """Rows stay independent if the sum runs along another axis."""
         (first,) = inputs
         axis = attribute(node, "axis", -1) % len(self._band[node.input[0]])
         return first if first is not None and first.axis != axis else None

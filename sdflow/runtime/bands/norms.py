@@ -1,10 +1,10 @@
-"""Group normalizations of a graph, separated into statistics of the whole image and an operation per pixel.
+"""Separate group normalizations into statistics of the whole image and an elementwise operation.
 
-A normalization of a band by the band's own mean and deviation differs from that of the image. So its node is replaced by
+Normalizing a band by its own mean and deviation would change the image. Each normalization is therefore replaced by
 
     y = x * scale + shift        scale = 1 / sqrt(variance + epsilon), shift = -mean * scale
 
-per channel, with scale and shift as inputs of the graph: `Statistics` computes them over all bands of x beforehand.
+per channel. scale and shift become inputs of the graph; `Statistics` computes them beforehand from all bands of x.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Norm:
 
 
 def separate_norms(model: Any) -> list[Norm]:
-    """Replace all group normalizations of a specialized ModelProto, in place, in order.
+    """Replace all group normalizations of a specialized ModelProto in place, and return them in order.
 
-    These are GroupNorm and SkipGroupNorm of ONNX Runtime, channels last, and InstanceNormalization between two
-    Reshapes. Raises PassError for other forms of these.
+    Supported are ONNX Runtime's GroupNorm and SkipGroupNorm with channels last, and InstanceNormalization between two
+    Reshapes. Raises PassError for other forms.
     """
     edit = _Edit(model)
     norms = []
@@ -67,7 +67,7 @@ def separate_norms(model: Any) -> list[Norm]:
 
 
 def types_of(graph: Any) -> dict[str, Any]:
-    """Return the type of each input, output and inner value of a specialized graph."""
+    """Return the type of each input, output and intermediate value of a specialized graph."""
     return {item.name: item.type for item in (*graph.input, *graph.value_info, *graph.output)}
 
 
@@ -77,7 +77,7 @@ def shape_of(kind: Any) -> Shape:
 
 
 class _Edit:
-    """Nodes to put in place of others, by the first output of these."""
+    """Collects replacements by the first output of the replaced node."""
 
     def __init__(self, model: Any) -> None:
         self.graph = model.graph
@@ -90,7 +90,7 @@ class _Edit:
         """y = activation(GroupNorm(x) * gamma + beta); SkipGroupNorm normalizes and also returns x + skip + bias."""
         source, (gamma, beta), added = node.input[0], node.input[1:3], list(node.input[3:])
         if not attribute(node, "channels_last", 1):
-            raise refused(node, "its channels are not last")
+            raise refused(node, "its layout is not channels-last")
         nodes: list[Any] = []
         if node.op_type == "SkipGroupNorm":
             total = node.output[1] if len(node.output) > 1 and node.output[1] else f"{node.output[0]}/sum"

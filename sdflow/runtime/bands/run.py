@@ -1,4 +1,4 @@
-"""Run a decomposed VAE half, stage by stage and band by band."""
+"""Run a decomposed VAE half: the encoder or decoder, stage by stage and band by band."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Bands:
         self._kept: dict[int, Any] = {}
 
     def __call__(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the result for an input (1, channels, rows, columns) of the size of the decomposition."""
+        """Return the output for an input (1, channels, rows, columns) of the size that the graph was decomposed for."""
         import torch
 
         result = self._through_stages(whole)
@@ -62,7 +62,7 @@ class Bands:
         return self._half.place.stream is not None and self.storage == HOST
 
     def _bound(self, place: int) -> Bound:
-        """Return new tensors for a stage: those of all stages together would take several times the memory of one."""
+        """Bind new tensors for a stage. Keeping those of all stages would take several times the memory of one."""
         stage, device = self.parts.stages[place], self._half.place
         session = self._kept.get(place)
         prepared = session is not None

@@ -1,4 +1,4 @@
-"""The stages that a graph is cut into, and the memory that each takes."""
+"""Stages of a graph that run in bands, and the memory that each takes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from sdflow.runtime.bands.norms import Norm, Shape, shape_of, types_of
 
 @dataclass(frozen=True)
 class Stored:
-    """A value that is stored whole. shape: of the whole. dtype: numpy's name. axis: of the rows. scale: number of its
-    rows per row of the latents."""
+    """A value that is stored whole between stages. shape: of the whole value. dtype: numpy's name. axis: of the rows. scale: its
+    rows per latent row."""
 
     name: str
     shape: Shape
@@ -23,7 +23,7 @@ class Stored:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Size in bytes."""
         return prod(self.shape) * (2 if self.dtype.endswith("16") else 4)
 
 
@@ -31,11 +31,11 @@ class Stored:
 class Stage:
     """Nodes that run band by band.
 
-    model: a ModelProto of fixed shapes, whose weights refer to the artifact's data file. rows: of the latents in a band.
-    margin: of them, those at an end of a band where the image goes on, whose results are discarded. banded: its inputs
-    by bands. whole: names of inputs -> values that it reads whole. norms: those whose parameters are inputs. outputs:
-    its results, stored. measured: norms whose sources are among its outputs. size: its values that exist at the same time,
-    in bytes, with what the statistics need.
+    model: a ModelProto of fixed shapes, whose weights refer to the artifact's data file. rows: latent rows per band.
+    margin: how many of them are discarded at each cut. banded: inputs that are read band by band. whole: input name -> value
+    that is read whole. norms: normalizations whose scale and shift are inputs. outputs: results, which are stored. measured:
+    normalizations whose statistics are computed from the outputs. size: peak bytes of its values, including what the
+    statistics need.
     """
 
     model: Any
@@ -49,8 +49,8 @@ class Stage:
     size: int
 
     def windows(self, rows: int) -> list[tuple[int, int, int]]:
-        """Return (begin, first, end) of each band: rows of the latents; from `begin` on are read, of which `first` to
-        `end` are kept. rows: of the whole."""
+        """Return (begin, first, end) in latent rows for each band: it is read from `begin` on, and `first` to `end` are
+        kept. rows: of the whole image."""
         if self.rows >= rows:
             return [(0, 0, rows)]
         found, done = [], 0
@@ -66,8 +66,8 @@ class Stage:
 class Decomposition:
     """The stages of a graph, in order.
 
-    drops: for each stage, the stored values that no later one reads. rows: of the latents. input, output: of the graph.
-    stored: most bytes that are stored at the same time. size: most bytes of a stage that runs in bands.
+    drops: for each stage, the stored values that no later stage reads. rows: latent rows of the image. input, output: names of
+    the graph's. stored: peak bytes of stored values. size: peak bytes of a stage in bands.
     """
 
     stages: tuple[Stage, ...]
@@ -80,15 +80,14 @@ class Decomposition:
 
 
 def element_bytes(element: int) -> int:
-    """Return the bytes of a value of this floating type of ONNX."""
+    """Return the bytes per value of an ONNX floating-point type."""
     import onnx
 
     return 2 if element in (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16) else 4
 
 
 def graph_bytes(graph: Any) -> int:
-    """Return the most bytes of a graph's values that exist at the same time, if each is freed after its last use. Inputs
-    and outputs exist all the time."""
+    """Return the peak bytes of a graph's values if each is freed after its last use. Inputs and outputs are never freed."""
     sizes = {}
     for name, kind in types_of(graph).items():
         sizes[name] = prod(shape_of(kind)) * element_bytes(kind.tensor_type.elem_type)

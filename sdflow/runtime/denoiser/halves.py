@@ -1,8 +1,8 @@
-"""Run guidance's two halves on a device each: the prompts on the first, the negative prompts on the second.
+"""Run classifier-free guidance on two devices: the prompts on the first, the negative prompts on the second.
 
-Both devices hold the denoiser for half the batch. In each step, the latents are copied to the second device, both halves
-are computed at the same time, and the second half's prediction is copied back; guidance and scheduler run on the first
-device. On CUDA, copies and runs are queued, and wait for each other on the devices only.
+Both devices hold the denoiser, for half the batch. In each step, the latents are copied to the second device, both halves
+are computed concurrently, and the second half's prediction is copied back; guidance and scheduler run on the first device.
+On CUDA, copies and runs are only queued; they wait for each other on the devices, not on the host.
 
 A captured CUDA graph belongs to the thread that captured it, so one thread runs everything on the second device.
 """
@@ -33,8 +33,8 @@ class HalvesDenoiser:
     `runtime.denoiser.Denoiser`."""
 
     def __init__(self, first: Denoiser, second: Denoiser, rows: int, places: tuple[Place, Place], worker: Any) -> None:
-        """rows: batch size with guidance. places: of both denoisers. worker: executor with the one thread that runs the
-        second."""
+        """rows: batch size with guidance. places: the devices of both denoisers. worker: executor with the single thread that
+        runs the second one."""
         self._first, self._second = first, second
         self._images, (self._own, self._other), self._worker = rows // HALVES, places, worker
         self._made: WeakKeyDictionary[DenoiserInputs, tuple[DenoiserInputs, DenoiserInputs]] = WeakKeyDictionary()
@@ -62,8 +62,8 @@ class HalvesDenoiser:
     def _run(
         self, inputs: DenoiserInputs, prompted: DenoiserInputs, unprompted: DenoiserInputs, latents: Any, index: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queue both halves. A drawing's first runs, whole and with reused features, may be captured in CUDA graphs, which
-        fails if another thread allocates meanwhile: they are queued one after the other."""
+        """Queue both halves. A drawing's first runs, whole and with reused features, may be captured in CUDA graphs. Capturing
+        fails if another thread allocates meanwhile, so these are queued one after the other."""
         ran = self._ran.setdefault(inputs, set())
         reused = inputs.schedule.reused[index : index + 1] == (True,)
         if reused not in ran:
@@ -111,7 +111,7 @@ def _last(conditions: Mapping[str, torch.Tensor], images: int, rows: int) -> dic
 
 
 class HalvedDenoisers(DenoiserSource):
-    """Denoisers of a pipeline on two devices. first, second: each one's; places: theirs."""
+    """Denoisers of a pipeline on two devices. first, second: those of each device; places: the devices."""
 
     def __init__(self, first: Denoisers, second: Denoisers, places: tuple[Place, Place]) -> None:
         self._first, self._second, self._places = first, second, places
@@ -122,7 +122,7 @@ class HalvedDenoisers(DenoiserSource):
         images, fewer = request.shape[0], request.fewer
         if request.rows == images:
             raise UsageError(
-                "guidance is off, so there are no two halves to compute on two devices",
+                "guidance is off, so there is nothing to compute on a second device",
                 where="guidance_scale",
                 remedy="Use a guidance scale above 1, or one device.",
             )

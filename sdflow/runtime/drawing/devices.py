@@ -1,4 +1,4 @@
-"""What a pipeline needs to compute the two halves of guidance on a device each (`sdflow.runtime.denoiser.halves`)."""
+"""Requirements for computing classifier-free guidance on two devices (`sdflow.runtime.denoiser.halves`)."""
 
 from __future__ import annotations
 
@@ -9,40 +9,42 @@ from sdflow.runtime.files.folder import TAKEN_APART, folder_configs, folder_fami
 from sdflow.targets import Target
 
 MOST = 2
-"""Guidance has two halves."""
+"""Maximum number of devices: guidance has two halves, with the prompts and with the negative prompts."""
 
 _ANY_SCALE = 1e3
-"""A guidance scale at which every model that has guidance applies it."""
+"""A guidance scale at which every model that supports guidance applies it."""
 
 
 def require_devices(count: int, folder: Path, target: Target, *, low_memory: bool, where: str = "devices") -> None:
-    """Raise UsageError if a pipeline cannot run on so many devices. where: the setting's name, for messages."""
+    """Raise UsageError if a pipeline cannot run on this many devices. where: the setting's name, for messages."""
     if count == 1:
         return
     if count != MOST:
         raise UsageError(
-            f"{count} devices were requested, but guidance has {MOST} halves", where=where, remedy="Use 1 or 2."
+            f"{count} devices were requested, but a pipeline runs on at most {MOST}", where=where, remedy="Use 1 or 2."
         )
     if target.name not in TAKEN_APART:
         raise UsageError(
-            f"the target {target.name} runs on one device", where=where, remedy="Use the target cuda, or one device."
+            f"the target {target.name} supports only one device",
+            where=where,
+            remedy="Use the target cuda, or one device.",
         )
     if low_memory:
         raise UsageError(
             "low_memory loads one submodel at a time, on one device",
             where=where,
-            remedy="Remove it: a second device also needs the denoiser's weights. `keep` fit also saves memory.",
+            remedy="Remove low_memory: both devices hold the denoiser's weights. To save memory, use `keep` fit.",
         )
     family, configs = folder_family(folder), folder_configs(folder)
     if not family.guided(configs, _ANY_SCALE):
         raise UsageError(
-            "this model takes no negative prompt, so guidance has no two halves",
+            "this model takes no negative prompt, so there is nothing to compute on a second device",
             where=where,
             remedy="Use one device.",
         )
     if family.nets(configs):
         raise UsageError(
-            "the pipeline has ControlNets, which run on the denoiser's only device",
+            "the pipeline has ControlNets, which are not supported on two devices",
             where=where,
             remedy="Use one device, or a pipeline without ControlNets.",
         )
@@ -52,7 +54,7 @@ def require_guidance(folder: Path, scale: float, where: str) -> None:
     """Raise UsageError if guidance is off at this scale. where: the setting's name, for messages."""
     if not folder_family(folder).guided(folder_configs(folder), scale):
         raise UsageError(
-            "guidance is off, so there are no two halves to compute on two devices",
+            "guidance is off, so there is nothing to compute on a second device",
             where=where,
             remedy="Use a guidance scale above 1, or one device.",
         )

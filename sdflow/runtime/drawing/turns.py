@@ -1,4 +1,4 @@
-"""Decide whether a pipeline's weights fit on its device together, take turns, or are streamed."""
+"""Decide whether a pipeline's weights all stay on its GPU, take turns on it, or are streamed to it from host memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sdflow.units import spell_bytes
 
 @dataclass(frozen=True)
 class Moves:
-    """residency: manages weights that take turns. streams: submodel -> plan, for those that are streamed."""
+    """How weights move. residency: manages those that take turns. streams: submodel -> plan, for those that are streamed."""
 
     residency: Residency
     streams: Mapping[str, StreamPlan] = field(default_factory=dict)
@@ -48,16 +48,16 @@ def moving_weights(
     device: str = "cuda",
     changing: bool = False,
 ) -> Moves | None:
-    """Return how these submodels' weights move, or None if all stay: on the CPU, with keep "all", or if they fit together
-    with the working memory of one image of the model's own size with guidance.
+    """Return how these submodels' weights move, or None if all stay: on the CPU, with keep "all", or if they fit along with
+    the working memory of one image of the model's own size with guidance.
 
     A submodel's weights are streamed if they do not fit by themselves. They are also streamed, where this is possible, if
     they fit but leave too little for the denoiser's working memory.
 
     device_memory: limit in bytes for this process, without CUDA's context; None: all free memory. other_weights: bytes of
-    further weights on the device. device: a GPU, in torch's notation. changing: whether LoRAs may be chosen per request,
-    so that weights are streamed only where they must be. Warns with SlowerWarning if a submodel's weights are streamed,
-    or should be but cannot. Raises UsageError if even that does not fit.
+    further weights on the device. device: a GPU, in torch's notation. changing: whether LoRAs may be chosen per request;
+    then only weights that do not fit by themselves are streamed. Warns with SlowerWarning if a submodel's weights are
+    streamed, or should be but cannot be. Raises UsageError if they do not fit even so.
     """
     if target.name != "cuda" or keep == "all":
         return None
@@ -90,8 +90,8 @@ def moving_weights(
         elif name in alone:
             reason = f"; they cannot be streamed: {lacking}" if lacking and name in graphs else ""
             raise UsageError(
-                f"its {_spelled(name)} has {spell_bytes(sizes[name])} of weights, but only {spell_bytes(max(0, room))} of the "
-                f"memory of {device} is available, including {spell_bytes(HEADROOM)} of working memory{reason}",
+                f"its {_spelled(name)} has {spell_bytes(sizes[name])} of weights, but {device} has only "
+                f"{spell_bytes(max(0, room))} available, {spell_bytes(HEADROOM)} of it for working memory{reason}",
                 where=str(folder),
                 remedy="Quantize it (QuantizeFp8), or use the CPU: --target cpu.",
             )
@@ -100,18 +100,18 @@ def moving_weights(
     for why, names_of in whole.items():
         _warn(
             f"the weights of the {' and the '.join(names_of)} take turns with others instead of being streamed, which leaves "
-            f"little memory to work in: {why}"
+            f"little working memory: {why}"
         )
     for name, plan in streams.items():
         _warn(
             f"the {_spelled(name)} streams {spell_bytes(plan.size)} of its {spell_bytes(sizes[name])} of weights from host "
-            f"memory, because {spell_bytes(room)} of the memory of {device} is available"
+            f"memory, because {device} has only {spell_bytes(room)} available"
         )
     return Moves(places, streams)
 
 
 def _warn(text: str) -> None:
-    """Warn where the pipeline is loaded: by the caller of `moving_weights`'s caller."""
+    """Warn at the line that loads the pipeline, two callers above `moving_weights`."""
     warnings.warn(text, SlowerWarning, stacklevel=4)
 
 
@@ -120,7 +120,7 @@ def _spelled(name: str) -> str:
 
 
 def _lacking(device: str) -> str | None:
-    """Return why weights cannot be streamed to this device, if so."""
+    """Return why weights cannot be streamed to this device; None if they can."""
     try:
         operator_library(int(device.partition(":")[2] or 0))
     except (TargetUnavailableError, UsageError) as error:

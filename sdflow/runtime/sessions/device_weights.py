@@ -33,7 +33,7 @@ class DeviceWeights:
     """A model's external data in one block of device memory, copied on first use.
 
     model: path of the ModelProto; its data file is in the same folder and must not change. residency: manages weights
-    that take turns; None: they stay. plan: the weights that are not in the block but streamed to it; delay: see
+    that take turns; None: they stay. plan: weights that are streamed instead of being in the block. delay: see
     `StreamedWeights`.
     """
 
@@ -55,8 +55,8 @@ class DeviceWeights:
         """Sessions must use the weights through this; None if the weights stay on the device."""
         self._streams: StreamedWeights | None = None
         self.working = 0
-        """Working memory in bytes of sessions that are created from now on, in float32 (`row_bytes`). It is kept free
-        for their first runs."""
+        """Working memory (`row_bytes`, in float32) to keep free for the first runs of sessions created from now on, in
+        bytes."""
 
     def load(self) -> None:
         """Copy the weights to the device, unless they are there. Raises VerificationError like `of`."""

@@ -1,4 +1,4 @@
-"""Device memory that can be moved to the host, or dropped and reread, and restored at the same addresses."""
+"""GPU memory whose content can be evicted, to the host or to be read from its file again, and restored at the same addresses."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ HOST_SHARE = 0.5
 
 
 class MovingMemory:
-    """size: bytes. device: in torch's notation. read: writes the values, which never change, into a uint8 tensor of that
-    size on the device, from a byte on; earlier ones are there."""
+    """Memory for values that never change. size: bytes. device: in torch's notation. read: writes the values into a uint8
+    tensor of that size on the device, from the given byte on; earlier bytes are already there."""
 
     def __init__(self, size: int, device: str, read: Callable[[torch.Tensor, int], None]) -> None:
         import torch
@@ -33,7 +33,7 @@ class MovingMemory:
 
     @property
     def missing(self) -> int:
-        """Bytes of device memory that the values lack."""
+        """Bytes that are not on the device."""
         return self.size - self._range.filled
 
     def bytes(self) -> torch.Tensor:
@@ -41,7 +41,7 @@ class MovingMemory:
         return self._range.bytes()[: self._values]
 
     def bring(self) -> None:
-        """Load missing values onto the device; queued on torch's current stream if they are in page-locked memory."""
+        """Load the missing values; the copy is queued on torch's current stream if they are in page-locked memory."""
         import torch
 
         begin = self._range.filled
@@ -59,8 +59,8 @@ class MovingMemory:
             raise
 
     def remove(self, wanted: int) -> None:
-        """Free at least this much device memory, or all. The first time, values are copied to page-locked host memory if
-        there is enough; otherwise they are reread later."""
+        """Free at least this many bytes of device memory, or all. The first time, the values are copied to page-locked host
+        memory if there is enough; otherwise they are read from their file later."""
         if self._host is None and not self.missing and self._values < HOST_SHARE * available_bytes():
             self._host = page_locked(self._values)
             if self._host is not None:
@@ -73,7 +73,7 @@ class MovingMemory:
 
 
 def unlock(memory: torch.Tensor, device: str) -> None:
-    """Let memory from `page_locked` be moved again, before it is freed. device: reads it."""
+    """Unlock memory from `page_locked` before it is freed. device: the one that reads it."""
     import torch
 
     torch.cuda.synchronize(device)  # a copy may still be reading it

@@ -1,6 +1,6 @@
-"""Keep weights on a device as far as they fit; evict the least recently used, and no more of them than necessary.
+"""Manage which weights are on a GPU: as many as fit; the least recently used are evicted, no more than necessary.
 
-Evicted weights are kept in host memory, page-locked if there is enough, or reread from their file. Their device
+Evicted weights wait in page-locked host memory, or are read from their file again if there is too little. Their device
 addresses stay reserved (`sdflow.machine.cuda_memory`), so sessions and captured graphs remain valid.
 """
 
@@ -20,33 +20,33 @@ Keep = Literal["all", "fit"]
 """Whether all weights stay on a device, or take turns if they do not fit together."""
 
 HEADROOM = 1 << 29
-"""Bytes kept free on the device when weights are loaded: for a session's first run, and the driver's own use."""
+"""Bytes kept free on the device when weights are loaded: for a session's first run and for the driver."""
 
 MARGIN = 1 << 28
-"""Bytes kept free besides HEADROOM when weights are streamed, since one more byte streamed costs less than a failure. With
-twice as much, FLUX.2-klein left 0.89 GB of the device unused."""
+"""Bytes kept free besides HEADROOM when weights are streamed: streaming a little more costs less than running out of memory.
+With twice as much, FLUX.2-klein left 0.89 GB of the device unused."""
 
 
 def reserved(working: int) -> int:
-    """Bytes of a device that weights which take turns leave free; larger ones are streamed where possible. working: the
-    denoiser's working memory, which its sessions keep."""
+    """Bytes of a device that must stay free besides the weights of one submodel; a submodel that leaves less is streamed if
+    possible. working: the denoiser's working memory, which its sessions keep."""
     return HEADROOM + MARGIN + working
 
 
 class Movable(Protocol):
-    """Weights that can leave a device, also in part, and come back. size: in device bytes."""
+    """Weights that can be evicted from a device, also in part, and loaded again. size: in bytes on the device."""
 
     size: int
 
     @property
     def missing(self) -> int:
-        """Bytes of them that are not on the device."""
+        """Bytes that are not on the device."""
 
     def bring(self) -> None:
-        """Load what is missing; work queued later finds it there."""
+        """Load what is missing, ahead of any work queued later."""
 
     def remove(self, wanted: int) -> None:
-        """Evict at least this many bytes, or all. All queued work is done."""
+        """Evict at least this many bytes, or all if there are fewer. Call it when all queued work is done."""
 
 
 class Residency:
@@ -54,7 +54,7 @@ class Residency:
 
     limit: bytes that this process may use there beyond what it uses now, which is CUDA's context; None: all free memory.
     free: returns the free bytes. wait: waits until all queued work is done. used: returns the bytes that this process
-    uses, or None if the driver does not tell; then all that was allocated since counts, also by other processes.
+    uses, or None if the driver does not report them; then allocations of other processes count too.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class Residency:
         return min(free, self.limit - (used - self._used_first))
 
     def reachable(self) -> int:
-        """Return the bytes that are available once everything is evicted."""
+        """Return the bytes that would be available if everything were evicted."""
         with self._lock:
             return self.room() + sum(each.size - each.missing for each in self._present)
 
     @contextmanager
     def using(self, weights: Movable, working: int | None = None) -> Iterator[None]:
-        """Keep the weights on the device inside, and until the work queued inside is done. working: bytes that this work
-        allocates, for which others are evicted; None: its memory is already allocated."""
+        """Keep the weights on the device within this context, and until the work queued in it is done. working: bytes that
+        this work allocates, for which other weights are evicted; None: its memory is already allocated."""
         with self._lock:
             if missing := weights.missing:
                 self.make_room(missing + HEADROOM + (working or 0), weights)
@@ -101,8 +101,8 @@ class Residency:
             yield
 
     def make_room(self, wanted: int, user: Movable | None = None) -> None:
-        """Evict weights, except `user`'s, until this many bytes are free or nothing is left to evict; of the last ones
-        only as much as necessary, because what stays need not come back."""
+        """Evict weights other than `user`'s until this many bytes are free or nothing is left to evict. The last ones are
+        evicted only in part, because what stays need not be loaded again."""
         with self._lock:
             for each in [each for each in self._present if each is not user]:
                 if self.room() >= wanted:
@@ -144,7 +144,7 @@ _making = threading.Lock()
 
 
 def residency(device: str, limit: int | None = None) -> Residency:
-    """Return the process's Residency of a device. limit: set from now on, if given."""
+    """Return this process's Residency of a device. limit: if given, applies from now on."""
     with _making:
         if device not in _residencies:
             _residencies[device] = Residency(

@@ -1,7 +1,7 @@
-"""Choose which weights of a model stay on the device and which are streamed to it in every run.
+"""Choose which weights of a model stay on the GPU and which are streamed to it in every run.
 
-A streamed weight waits in host memory. It is copied into one of two buffers on the device while the nodes before its
-reader run (`sdflow.runtime.sessions.streamed_graph`).
+A streamed weight waits in host memory. It is copied into one of two buffers on the GPU while nodes that do not need it yet
+run (`sdflow.runtime.sessions.streamed_graph`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     import torch
 
 PRODUCTS = ("MatMul", "Gemm", "FusedMatMul", FLOAT8_MATMUL)
-"""Operators whose weights are streamed: they read them anew in every run. Convolutions, for example, keep a copy in
-another layout."""
+"""Operators whose weights can be streamed, because every run reads them from their input. Convolutions do not: they keep a
+copy in another layout."""
 LEAST = 1 << 20
-"""Smaller weights, in bytes, always stay."""
+"""Weights with fewer bytes always stay."""
 SEGMENT = 1 << 27
-"""Bytes that are copied at once, or the largest weight if that is larger."""
+"""Bytes that are copied at once; more if the largest weight is larger."""
 
 
 class StreamBuffers:
-    """Two buffers on a device, shared by models whose runs do not overlap. size: bytes of one."""
+    """Two buffers on a device, shared by models whose runs do not overlap. size: bytes of each."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -52,9 +52,9 @@ class StreamBuffers:
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """streamed: these weights, in the order in which they are read. resident: bytes of the other weights, which stay on
-    the device. per_run: bytes copied in a run of the part that reads the latents, or of the whole model if it has none.
-    buffers: what streamed weights are copied to."""
+    """A choice of weights to stream. streamed: these weights, in reading order. resident: bytes of the others, which stay on
+    the device. per_run: bytes copied per run of the part that reads the latents, or of the whole model if it has no latents.
+    buffers: those that the streamed weights are copied to."""
 
     streamed: tuple[Span, ...]
     resident: int
@@ -68,7 +68,7 @@ class StreamPlan:
 
 
 def buffer_size(graph: onnx.ModelProto, *, least: int = LEAST, segment: int = SEGMENT) -> int:
-    """Return the size of a buffer for any streamed weights of a graph; 0 if none can be streamed."""
+    """Return the buffer size that suffices for any choice of streamed weights of a graph; 0 if none can be streamed."""
     sizes: Counter[str] = Counter()
     for each in _streamable(graph, None, least):
         sizes[each.reader] += each.size
@@ -86,12 +86,12 @@ class _Weight:
 def stream_plan(
     graph: onnx.ModelProto, room: int, buffers: StreamBuffers, latents: str | None = None, *, least: int = LEAST
 ) -> StreamPlan | None:
-    """Return the plan that keeps as many weights as fit into `room` bytes, or None if even streaming does not fit.
+    """Return the plan that keeps as many weights as fit into `room` bytes; None if the model does not fit even when streamed.
 
-    latents: the input that changes from step to step. Weights whose readers do not depend on it are read once per image
-    and streamed first; of the others, as few as possible, evenly spread over the model, so that copies have the same
-    time everywhere. None: every run needs all weights anew, as in a text encoder, so all are streamed. least: smaller
-    weights stay.
+    latents: the input that changes from step to step. Weights whose readers do not depend on it are read once per image,
+    so they are streamed first; then as few of the others as possible, evenly spread over the model to give every copy the
+    same time. None: each run reads all weights once, as in a text encoder, so all are streamed. least: weights with fewer
+    bytes stay.
     """
     spans = {span_of(tensor) for tensor in graph.graph.initializer if is_external(tensor)}
     total = sum(aligned(length) for _, _, length in spans)

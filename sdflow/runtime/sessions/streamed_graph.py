@@ -1,13 +1,13 @@
-"""Put nodes into a graph that copy weights to the device while earlier nodes run.
+"""Insert nodes into a graph that copy weights to the GPU while earlier nodes run.
 
-The readers of streamed weights are divided into segments, in the order of the graph. There are two buffers. Segment i has
-its weights in buffer i modulo 2, at fixed addresses, which the graph takes as inputs. A node StreamWeights stands before
-each segment (sdflow/runtime/kernels/stream_weights.c): it waits for the copies of its segment and queues those of the next
-one. One more node, at the beginning of the graph, queues those of the first segment.
+The nodes that read streamed weights, their readers, are divided into segments in graph order. Segment i finds its weights in
+buffer i modulo 2, at fixed addresses that are inputs of the graph. In front of each segment, a node StreamWeights
+(sdflow/runtime/kernels/stream_weights.c) waits for the copies of this segment and queues those of the next one. Another one
+at the beginning of the graph queues the copies of the first segment.
 
-Edges of the graph ensure the order, whatever order ONNX Runtime chooses: every reader of segment i depends on an output of
-its StreamWeights, and the StreamWeights of segment i + 1 depends on every reader of segment i. Values pass through the node
-in place.
+Edges enforce this order whatever order ONNX Runtime chooses: every reader of segment i depends on an output of its
+StreamWeights, and the StreamWeights of segment i + 1 depends on every reader of segment i. Values pass through the node
+without being copied.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 STREAM = "StreamWeights"
 MOST_THROUGH = 64
-"""As in stream_weights.c: the most values that may pass through one node."""
+"""Maximum number of values that pass through one node, as in stream_weights.c."""
 
 Sizes = Mapping[str, int]
-"""Streamed initializer -> bytes that it takes in a buffer."""
+"""Streamed initializer -> its bytes in a buffer."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A streamed weight in a session. name: of the graph input. weight: the initializer's name. buffer: 0 or 1. offset:
-    in the buffer."""
+    """A streamed weight's place in a buffer. name: of the graph input. weight: name of the initializer. buffer: 0 or 1.
+    offset: in the buffer, in bytes."""
 
     name: str
     weight: str
@@ -45,7 +45,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Copy:
-    """Addresses on the host and on the device."""
+    """A copy from an address on the host to one on the device; size in bytes."""
 
     source: int
     target: int
@@ -54,7 +54,7 @@ class Copy:
 
 @dataclass
 class _Reader:
-    """A node that reads streamed weights. bit: in sets of readers."""
+    """A node that reads streamed weights. bit: stands for it in sets of readers."""
 
     node: Any
     bit: int
@@ -81,10 +81,10 @@ def with_streaming(
     *,
     delay: int = 0,
 ) -> tuple[onnx.ModelProto, list[Placed]]:
-    """Return a copy of a graph whose streamed weights are inputs in the two buffers, and where they are.
+    """Return a copy of a graph that takes its streamed weights as inputs, and their places in the two buffers.
 
-    buffer: size of one. copies: returns what fills the buffers with these weights. delay: microseconds before each copy
-    on the CPU. Raises PassError if a reader reads nothing but constants, or a value of unknown type.
+    buffer: bytes of each. copies: returns the copies that fill a buffer with these weights. delay: on the CPU, microseconds
+    before each copy. Raises PassError if a reader has only constant inputs, or one of unknown type.
     """
     from onnx import ModelProto, helper
 
@@ -159,7 +159,7 @@ def _segments(nodes: Sequence[Any], sizes: Sizes, buffer: int) -> list[_Segment]
 
 
 class _Reach:
-    """Which readers each value depends on, as bits."""
+    """The readers that each value depends on, as bits."""
 
     def __init__(self, nodes: Sequence[Any], readers: Sequence[_Reader]) -> None:
         own = {id(reader.node): reader.bit for reader in readers}
@@ -178,8 +178,8 @@ class _Reach:
         return self._of.get(value, 0)
 
     def later(self, value: str, allowed: int) -> str:
-        """Return what becomes of a value, as long as a single node reads it that depends on no other readers than these.
-        ONNX Runtime fuses that node, such as an addition, with the one before it only if no other node reads the value."""
+        """Follow a value through nodes that are its only readers and depend on no streamed readers but `allowed`. ONNX Runtime
+        fuses such a node, for example an addition, into the previous one only if nothing else reads the value."""
         while len(nodes := self._readers.get(value, [])) == 1:
             made = first_output(nodes[0])
             if self.of(made) & ~allowed:
@@ -188,14 +188,14 @@ class _Reach:
         return value
 
     def before(self, reader: _Reader) -> int:
-        """The readers that a reader depends on."""
+        """The readers that this reader depends on."""
         return self.of(first_output(reader.node)) & ~reader.bit
 
 
 @dataclass
 class _Stream:
-    """A StreamWeights node to be made. changing: values that depend on the graph's inputs. after: values that it waits
-    for. through: value -> its name behind the node."""
+    """A StreamWeights node under construction. changing: values that depend on the graph's inputs. after: values that it
+    waits for. through: value -> its name after the node."""
 
     types: dict[str, int]
     changing: set[str]
@@ -204,14 +204,14 @@ class _Stream:
     number: int = 0
 
     def route(self, node: Any) -> str:
-        """Let a node read a value through this one; return the value."""
+        """Make a node read one of its inputs through this one; return that input."""
         index, value = next(
             ((i, name) for i, name in enumerate(node.input) if name in self.through),
             next(((i, name) for i, name in enumerate(node.input) if name in self.changing), (-1, "")),
         )
         if value not in self.types or (value not in self.through and len(self.through) == MOST_THROUGH):
             raise PassError(
-                f"the weights of {node.op_type} {node.name!r:.60} cannot be streamed: nothing that it reads can be delayed",
+                f"the weights of {node.op_type} {node.name!r:.60} cannot be streamed: none of its inputs can be delayed",
                 where="streaming",
                 remedy="Allow more memory (--device-memory), or use --low-memory.",
             )

@@ -1,4 +1,4 @@
-"""Weights that wait in host memory and are copied to a device in every run (`sdflow.runtime.sessions.stream_plan`)."""
+"""Weights that wait in host memory and are copied to the GPU in every run (`sdflow.runtime.sessions.stream_plan`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StreamedWeights:
         self._folder, self._plan, self._device, self._delay = folder, plan, device, delay
         self._buffers = plan.buffers.on(device)
         self.memory: torch.Tensor | None = None
-        """Where they wait, if not in their files."""
+        """Host memory that holds them; None if their files are mapped instead."""
         self._locked = False
         self._files: dict[str, np.ndarray] = {}
         self.library = operator_library(int(device.partition(":")[2] or 0))
@@ -43,12 +43,12 @@ class StreamedWeights:
 
     @property
     def captures(self) -> bool:
-        """Whether runs can be captured in a CUDA graph: not if weights are in pageable memory."""
+        """Whether runs can be captured in a CUDA graph, which requires page-locked memory."""
         return self._locked or self._buffers[0].device.type == "cpu"
 
     def open(self, model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, torch.Tensor]]:
-        """Return a copy of a graph whose streamed weights are inputs, and the tensors to bind to these. It must not be
-        edited afterwards, because nodes contain addresses. Raises PassError like `with_streaming`."""
+        """Return a copy of a graph that takes its streamed weights as inputs, and the tensors to bind to these. The graph must
+        not be edited afterwards, because its nodes contain addresses. Raises PassError like `with_streaming`."""
         import torch
 
         tensors = {tensor.name: tensor for tensor in model.graph.initializer if is_external(tensor)}
@@ -83,8 +83,8 @@ class StreamedWeights:
         return opened, inputs
 
     def _read(self) -> dict[Span, int]:
-        """Bring the weights into page-locked memory, or pageable memory if the driver locks none; if there is too little of
-        it, map their files. Return their addresses."""
+        """Read the weights into page-locked memory, or into pageable memory if the driver cannot lock any. If host memory is
+        short, map the files instead. Return the weights' addresses."""
         import numpy as np
         import torch
 
@@ -96,8 +96,8 @@ class StreamedWeights:
         }
         if size >= HOST_SHARE * free:
             warnings.warn(
-                f"{self._folder.name} reads {spell_bytes(size)} of weights from the disk in every step: this computer has "
-                f"too little free memory for them ({spell_bytes(free)})",
+                f"{self._folder.name} reads {spell_bytes(size)} of weights from the disk in every step, because only "
+                f"{spell_bytes(free)} of this computer's memory is free",
                 SlowerWarning,
                 stacklevel=2,
             )

@@ -1,8 +1,9 @@
-"""Sines and cosines on WebGPU, to float32's precision.
+"""Compute sines and cosines on WebGPU to float32 precision.
 
-WGSL allows its `sin` and `cos` an absolute error of 2^-11 between -pi and pi, and any outside. SwiftShader's are off by 1.9e-4
-everywhere, which a denoiser shows: a timestep's embedding is sines and cosines of up to 1000, and its output was off by 9e-4. So
-the argument is brought to [-pi, pi] and a polynomial evaluated, by products and sums alone, whatever the adapter.
+WGSL allows `sin` and `cos` an absolute error of 2^-11 between -pi and pi, and any error outside. SwiftShader's are off by
+1.9e-4 everywhere, which shows in a denoiser: timestep embeddings are sines and cosines of up to 1000, and the denoiser's
+output was off by 9e-4. So the argument is reduced to [-pi, pi] and a polynomial is evaluated, with products and sums only, on
+every adapter.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from functools import cache
 from typing import Any
 
 TURNS = {"Sin": 0.0, "Cos": 0.25}
-"""Operator -> the part of a turn that is added to the angle: cos(x) is sin(x + a quarter)."""
+"""Operator -> fraction of a turn that is added to the angle: cos(x) is sin(x + a quarter turn)."""
 TERMS = 7
-"""Of the polynomial, in odd powers: with 7 the error is below 1e-8."""
+"""Terms of the polynomial, in odd powers: with 7 the error is below 1e-8."""
 COARSE_BITS = 11
 """Bits of each of the first two parts of 2 pi: their products with up to 2**13 quarter turns (angles up to 12,800) are exact."""
 
 
 def with_right_angles(model: Any) -> None:
-    """Replace Sin and Cos of a ModelProto's main graph, in place; subgraphs stay unchanged. Nodes of one value share a chain.
-    Without known types (`specialize` infers them), the model must have opset 15 or later."""
+    """Replace Sin and Cos of a ModelProto's main graph in place; subgraphs stay unchanged. Nodes with the same input share
+    their computation. Without known types (`specialize` infers them), the model must have opset 15 or later."""
     graph = model.graph
     types = {item.name: item.type.tensor_type.elem_type for item in (*graph.input, *graph.value_info)}
     together: dict[str, list[Any]] = {}
@@ -40,8 +41,8 @@ def with_right_angles(model: Any) -> None:
 
 
 def _chain(graph: Any, nodes: Sequence[Any], kind: int | None) -> list[Any]:
-    """The nodes that compute what `nodes`, of one input, do; side by side along a new last axis. kind: of the input's
-    elements."""
+    """The nodes that replace `nodes`, which share an input; their results lie side by side along a new last axis. kind: the
+    input's element type."""
     import numpy as np
     from onnx import TensorProto, helper, numpy_helper
 

@@ -47,7 +47,7 @@ def load_lanes(options: WorkerOptions) -> list[LoadedLane]:
     found = [_load(options, threads)]
     for name, each in found[0].pipelines.items():
         if each.base.place.stream is not None:
-            words = f"{name} runs on a GPU, which supports one lane only"
+            words = f"{name} runs on a GPU, which supports only one lane"
             raise UsageError(words, where="--lanes", remedy="Omit it: batching keeps the GPU busy.")
     return found + [_load(options, threads) for _ in range(options.lanes - 1)]
 

@@ -28,7 +28,9 @@ def read_structures(folder: Path, cache: Path) -> Read:
     checkpoint = plan.checkpoint
     if checkpoint is None:
         raise UsageError(
-            f"{origin.model} is not on this machine", where=str(where), remedy="Run the pipeline's workflow to download it."
+            f"{origin.model} is not on this machine",
+            where=str(where),
+            remedy="Run the pipeline's workflow to download it.",
         )
     require_same_checkpoint(checkpoint, origin, str(where))
     found = {}

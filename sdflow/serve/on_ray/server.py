@@ -173,7 +173,9 @@ def _wait_until_running(serve: Any, ended: threading.Event) -> bool:
     while not ended.wait(LOOK_SECONDS):
         found = _applications(serve).get(NAME)
         if found is None:
-            raise UsageError("the application was deleted while it was starting", where="--on", remedy="Start it again.")
+            raise UsageError(
+                "the application was deleted while it was starting", where="--on", remedy="Start it again."
+            )
         if found.status in ("RUNNING", "UNHEALTHY"):
             return True
         if found.status == "DEPLOY_FAILED":

@@ -93,6 +93,8 @@ def read_replicas(text: str) -> tuple[int, int]:
     found = [int(each) if each.isascii() and each.isdigit() else 0 for each in (least, most if colon else least)]
     if not 0 < found[0] <= found[1]:
         raise UsageError(
-            f"{text!r} is not a number of replicas", where="--replicas", remedy="Write a number such as 2, or a range such as 1:4."
+            f"{text!r} is not a number of replicas",
+            where="--replicas",
+            remedy="Write a number such as 2, or a range such as 1:4.",
         )
     return found[0], found[1]
