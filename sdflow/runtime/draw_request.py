@@ -27,7 +27,7 @@ class GenerateRequest(Settings):
     out: Annotated[Path, Parameter("Folder for the images.", metavar="DIR")] = Path("images")
     images: Annotated[int, Parameter("Images per prompt.", least=1)] = 1
     image: Annotated[Path | None, Parameter("Image to start from.", metavar="FILE")] = None
-    mask: Annotated[Path | None, Parameter("Mask: draw only where it is white.", metavar="FILE")] = None
+    mask: Annotated[Path | None, Parameter("Mask: generate only where it is white.", metavar="FILE")] = None
     references: Annotated[
         Sequence[Path],
         Parameter(
@@ -116,8 +116,8 @@ class GenerateRequest(Settings):
     keep: Annotated[
         Keep,
         Parameter(
-            "Weights on a CUDA device: `all` stay there; with `fit`, submodels that do not fit together take turns, and the "
-            "others wait in host memory."
+            "Weights on a CUDA device: `all` keeps all of them there; with `fit`, submodels that do not fit together take "
+            "turns, waiting in host memory."
         ),
     ] = "fit"
     device_memory: Annotated[
@@ -132,7 +132,8 @@ class GenerateRequest(Settings):
     devices: Annotated[
         int,
         Parameter(
-            "GPUs: with 2, each computes one half of guidance, at the same time. Both hold the denoiser's weights.",
+            "Number of GPUs. With 2, one computes the prompts and the other the negative prompts; both hold the denoiser's "
+            "weights.",
             least=1,
         ),
     ] = 1

@@ -242,7 +242,7 @@ def _notes_of_defaults(pipeline: Pipeline, built: Manifest, settings: Mapping[st
     """Return a note with the defaults and their source, if the model overrides its family's defaults."""
     if pipeline.defaults == pipeline.family.defaults:
         return ()
-    words = built.origin.few_steps.get("because") or "the model's configuration says how it draws"
+    words = built.origin.few_steps.get("because") or "defaults from the model's configuration"
     used = {name: settings[name] for name in ("steps", "guidance_scale")}
     return (f"{words}: {spelled(used)}, {settings['scheduler']}",)
 

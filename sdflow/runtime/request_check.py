@@ -96,20 +96,20 @@ def require_sound_folders(request: GenerateRequest, built: Manifest) -> None:
 def check_request(request: GenerateRequest) -> None:
     """Raise UsageError for any problem that is detectable before loading."""
     if not request.prompts:
-        raise UsageError("there is nothing to draw", where="--prompt", remedy="Pass --prompt TEXT or --prompts FILE.")
+        raise UsageError("no prompt was given", where="--prompt", remedy="Pass --prompt TEXT or --prompts FILE.")
     if request.scheduler is not None:
         schedulers = folder_family(request.folder).noising.schedulers
         require_installed(known_scheduler(request.scheduler, schedulers=schedulers))
     require_values(PARAMETERS, {name: getattr(request, name) for name in PARAMETERS})
     _check_arguments(request)
     if request.previews is not None and not request.preview:
-        raise UsageError("it has no effect without previews", where="--preview-with", remedy="Add --preview.")
+        raise UsageError("has no effect without previews", where="--preview-with", remedy="Add --preview.")
     require_start(folder_task(request.folder), request.image, request.mask, ("--image FILE", "--mask FILE"))
     for name in request.given():
         needs = PARAMETERS[name].needs if name in PARAMETERS else None
         if needs is not None and getattr(request, needs) is None:
             where = PARAMETERS[name].option(name)
-            raise UsageError(f"it has no effect without {_NEEDED[needs]}", where=where, remedy=f"Add --{needs} FILE.")
+            raise UsageError(f"has no effect without {_NEEDED[needs]}", where=where, remedy=f"Add --{needs} FILE.")
     require_blur(request.mask_blur, request.mask is not None, request.whole, ("--mask-blur", "--mask FILE", "--whole"))
     require_references(
         folder_family(request.folder), onnx_submodels(request.folder), len(request.references), "--reference"
@@ -135,9 +135,9 @@ def check_devices(request: GenerateRequest, target: Target) -> None:
     where = PARAMETERS["devices"].option("devices")
     if target.name == HOST:
         raise UsageError(
-            "a CPU computes both halves of guidance with all its cores",
+            "the target cpu runs on one device, with all its cores",
             where=where,
-            remedy="Remove it, or use the target cuda.",
+            remedy="Leave it out, or use the target cuda.",
         )
     own = folder_defaults(request.folder)[
         "text" if request.image is None else "image" if request.mask is None else "inpaint"

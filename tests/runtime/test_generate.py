@@ -157,9 +157,9 @@ def test_the_file_tells_the_image_and_the_mask_and_every_step_is_told(pipeline_f
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ([], "there is nothing to draw"),
+        ([], "no prompt was given"),
         (["-p", "a", "--scheduler", "eulr"], "did you mean 'euler'"),
-        (["-p", "a", "--mask", "x.png"], "a mask requires its image"),
+        (["-p", "a", "--mask", "x.png"], "a mask requires an image"),
         (["-p", "a", "--strength", "0.5"], "Add --image FILE"),
         (["-p", "a", "--image", "x.png"], "x.png: cannot be read as an image"),
         (["-p", "a", "--target", "cudda"], "no target is named cudda"),

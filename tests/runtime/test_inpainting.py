@@ -130,7 +130,7 @@ def test_without_an_image_or_a_mask_it_says_what_to_give(one: Built, given: dict
 
 def test_images_and_masks_that_do_not_go_into_those_to_draw_are_refused(one: Built) -> None:
     for images, masks, what in ((image(), [mask()] * 2, "2 masks"), ([image()] * 2, mask(), "2 images to start from")):
-        with pytest.raises(UsageError, match=f"{what} for 3 images to draw"):
+        with pytest.raises(UsageError, match=f"{what} for 3 images to generate"):
             one.ours([PROMPT] * 3, images, masks, generator=generator(), **SETTINGS)
 
 

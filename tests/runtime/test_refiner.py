@@ -201,7 +201,7 @@ def test_what_an_ensemble_cannot_do_is_refused(ensemble: Ensemble, given: dict[s
 
 
 def test_no_step_left_for_one_of_them_is_told(ensemble: Ensemble) -> None:
-    with pytest.raises(UsageError, match="no step is left of 2 between"):
+    with pytest.raises(UsageError, match="no steps remain of 2 between"):
         ensemble(PROMPT, refiner_start=0.2, num_inference_steps=2, height=SIZE, width=SIZE)
 
 

@@ -200,8 +200,8 @@ def test_with_little_memory_the_image_is_the_one_that_diffusers_decodes_whole(
     ("given", "what"),
     [
         ({"strength": 0.0}, "strength is 0.0"),
-        ({"strength": 0.1, "num_inference_steps": 2}, "no step is left"),
-        ({"image": None, "mask_image": Image.new("L", (64, 64))}, "a mask requires its image"),
+        ({"strength": 0.1, "num_inference_steps": 2}, "no steps remain"),
+        ({"image": None, "mask_image": Image.new("L", (64, 64))}, "a mask requires an image"),
         ({"image": "a file name"}, "incorrect format"),
         ({"negative_prompt": ["a", "b"]}, "2 negative prompts for 1 prompts"),
     ],

@@ -146,7 +146,7 @@ def test_what_waited_when_a_worker_ended_is_drawn_by_the_next_and_given_up_with_
         ("VerificationError", "the folder is damaged", 500, "the folder is damaged"),
         ("RuntimeException", "Failed to allocate memory for requested buffer of size 9", 503, "request a smaller size"),
         ("RuntimeException", "std::bad_alloc", 503, "request a smaller size"),
-        ("UsageError", "no step is left", 400, "no step is left"),
+        ("UsageError", "no steps remain", 400, "no steps remain"),
     ],
 )
 def test_what_fails_is_answered_without_a_path(kind: str, what: str, status: int, says: str) -> None:

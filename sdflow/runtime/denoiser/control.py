@@ -43,7 +43,9 @@ def require_controls(controls: Mapping[str, Control], known: Sequence[str]) -> N
         where = f"control {name}"
         if name not in known:
             there = (
-                f"Its ControlNets: {', '.join(known)}." if known else "Name ControlNets under `controlnets` and build."
+                f"Its ControlNets: {', '.join(known)}."
+                if known
+                else "Name ControlNets under `controlnets` in the workflow, and rebuild."
             )
             raise UsageError(f"the pipeline has no ControlNet {name!r}", where=where, remedy=there)
         if not math.isfinite(control.scale):
@@ -97,7 +99,11 @@ def read_controls(
         pixels = preprocess(reader, control.image, height, width, f"control {name}")
         height, width = (int(size) for size in pixels.shape[2:])
         if images % len(pixels):
-            raise UsageError(f"{len(pixels)} images for {images} to draw", where=f"control {name}")
+            raise UsageError(
+                f"{len(pixels)} control images for {images} images to generate",
+                where=f"control {name}",
+                remedy="Pass one for all, or one per prompt.",
+            )
         pixels = pixels.repeat_interleave(images // len(pixels), dim=0)
         read[name] = Control(pixels, control.scale, control.start, control.end)
     return read

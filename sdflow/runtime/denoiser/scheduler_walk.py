@@ -67,7 +67,7 @@ class Walk:
         noising.set_timesteps(scheduler, steps, tokens, strength if spread else None)
         left = steps - (0 if spread else noising.skipped(steps, strength))
         if left == 0:
-            raise UsageError(f"no step is left of {steps} at strength {strength}", remedy="Use more steps.")
+            raise UsageError(f"no steps remain of {steps} at strength {strength}", remedy="Use more steps.")
         skipped = (steps - left) * scheduler.order
         begin, end = span
         if begin is not None:
@@ -78,7 +78,7 @@ class Walk:
         runs = len(self.timesteps)
         if runs == 0:
             raise UsageError(
-                f"no step is left of {steps} between {begin or 0:g} and {1 if end is None else end:g} of the way",
+                f"no steps remain of {steps} between {begin or 0:g} and {1 if end is None else end:g} of the denoising",
                 remedy="Use more steps.",
             )
         if hasattr(scheduler, "set_begin_index"):

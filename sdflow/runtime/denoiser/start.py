@@ -41,11 +41,11 @@ class Start:
 def require_start(task: Task, image: Any, mask: Any, names: tuple[str, str] = ("image", "mask_image")) -> None:
     """Raise UsageError if inputs that this task requires are missing. names: the arguments' names for the user."""
     if mask is not None and image is None:
-        raise UsageError("a mask requires its image", where=_first_word(names[1]), remedy=f"Add {names[0]}.")
+        raise UsageError("a mask requires an image", where=_first_word(names[1]), remedy=f"Add {names[0]}.")
     missing = [name for name, given in zip(names, (image, mask), strict=True) if given is None]
     if task == "inpaint" and missing:
         raise UsageError(
-            "this is an inpainting model: it requires an image and a mask, whose white area it draws",
+            "this inpainting model requires an image and a mask; it generates the mask's white area",
             where=_first_word(missing[0]),
             remedy=f"Add {' and '.join(missing)}. For text to image, use an all-white mask.",
         )
@@ -54,10 +54,10 @@ def require_start(task: Task, image: Any, mask: Any, names: tuple[str, str] = ("
 
 
 def require_span(begin: float | None, end: float | None, image: Any, mask: Any) -> None:
-    """Raise UsageError for invalid fractions of the way from noise to image, and for a start without latents."""
+    """Raise UsageError for invalid fractions of the denoising, and for a start without latents."""
     for name, place in (("denoising_start", begin), ("denoising_end", end)):
         if place is not None and not 0 < place < 1:
-            raise UsageError(f"it is {place}", where=name, remedy="Use a fraction above 0 and below 1.")
+            raise UsageError(f"is {place}", where=name, remedy="Use a fraction above 0 and below 1.")
     if begin is not None and end is not None and begin >= end:
         raise UsageError(f"{begin} is not before {end}", where="denoising_start", remedy="Use a smaller value.")
     if begin is not None and (image is None or mask is not None):
@@ -172,7 +172,11 @@ def make_start(
         return Start(noise, drawn)
     for given, what, where in ((image, "images to start from", "image"), (mask, "masks", "mask_image")):
         if given is not None and len(noise) % len(given):
-            raise UsageError(f"{len(given)} {what} for {len(noise)} images to draw", where=where)
+            raise UsageError(
+                f"{len(given)} {what} for {len(noise)} images to generate",
+                where=where,
+                remedy="Pass one for all, or as many as divide the number of images.",
+            )
 
     def encoded(pixels: torch.Tensor) -> torch.Tensor:
         pixels = pixels.to(noise.device, torch.float32)

@@ -19,7 +19,9 @@ def image_prompts(images: Any, scale: float | Sequence[float], adapters: int) ->
         return [ImagePrompt()] * adapters
     if not adapters:
         raise UsageError(
-            "the pipeline has no IP-Adapter", where=_IMAGE, remedy="Name one under `ip_adapters` and build."
+            "the pipeline has no IP-Adapter",
+            where=_IMAGE,
+            remedy="Name one under `ip_adapters` in the workflow, and rebuild.",
         )
     given = images if isinstance(images, list) else [images]
     if len(given) != adapters:

@@ -161,7 +161,7 @@ class LoadedPipeline:
         embeddings: textual inversion files (FILE or FILE:WORD), or folders of files that are used by their names; their
         words can be used in prompts. shared: submodels that another pipeline loaded from the same artifacts. previews:
         pipeline folder whose tiny VAE decodes previews; None: the pipeline's own, if it is one. devices: 2: compute the
-        two halves of guidance on two GPUs at the same time, both with the denoiser's weights; on the CPU, in two
+        prompts and the negative prompts on two GPUs concurrently, both with the denoiser's weights; on the CPU, in two
         threads, which is not faster. All calls then need guidance. first: arguments of `prepare`, for the image that will
         be generated first; its sessions are created meanwhile.
         Raises UsageError if the folder is not a pipeline, and TargetUnavailableError if the provider or a device is

@@ -59,7 +59,7 @@ def _fitting(folder: Path, family: Family, submodels: Mapping[str, Submodel]) ->
             for part, width in zip(parts, widths, strict=True):
                 vectors_for(read, part, parts, int(width or 0))
         except (CheckpointError, UsageError) as error:
-            warnings.warn(f"left out: {error}", stacklevel=2)
+            warnings.warn(f"skipped: {error}", stacklevel=2)
         else:
             yield read
 

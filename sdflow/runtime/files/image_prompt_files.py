@@ -47,7 +47,9 @@ def for_adapters(files: Sequence[ImagePromptFile], adapters: int, read: Callable
         return {}
     if not adapters:
         raise UsageError(
-            "the pipeline has no IP-Adapter", where=OPTION, remedy="Name one under `ip_adapters` and build."
+            "the pipeline has no IP-Adapter",
+            where=OPTION,
+            remedy="Name one under `ip_adapters` in the workflow, and rebuild.",
         )
     if adapters > 1 and len(files) != adapters:
         raise UsageError(
@@ -68,7 +70,7 @@ def for_adapters(files: Sequence[ImagePromptFile], adapters: int, read: Callable
     scales = {each.scale for each in files if each.scale is not None}
     if len(scales) > 1:
         raise UsageError(
-            "the images of one IP-Adapter share one scale", where=OPTION, remedy="Write it after one of them."
+            "the images of one IP-Adapter share one scale", where=OPTION, remedy="Write the scale after one of them."
         )
     return {"ip_adapter_image": [images], "ip_adapter_scale": _scale(next(iter(scales), None))}
 

@@ -191,7 +191,9 @@ def _from_invokeai(program: str, text: str) -> ImageSettings:
 def _without_loras(names: Any) -> tuple[str, ...]:
     spelled = ", ".join(names)
     return (
-        (f"drawn without the image's LoRAs ({spelled}); to use them, merge them with sdflow bake",) if spelled else ()
+        (f"generated without the image's LoRAs ({spelled}); to use them, merge them with sdflow bake",)
+        if spelled
+        else ()
     )
 
 

@@ -29,8 +29,8 @@ class Bound:
     If the session allows it and all its shapes are fixed, the first run is captured in a CUDA graph, the session's only
     one; later runs replay it.
 
-    holds: owner of the values last written to `inputs`, for callers that take turns.
-    prepared: another Bound of the session has run in these shapes.
+    holds: owner of the values last written to `inputs`, for callers that share it.
+    prepared: whether another Bound of the session has already run with these shapes.
     """
 
     holds: object = None
@@ -80,8 +80,8 @@ class Bound:
         return self.outputs
 
     def prepare(self) -> Bound:
-        """On a device, do what precedes the first run, unless shapes vary; returns itself. Sessions may do this at the same
-        time, in threads of their own, where no run is captured meanwhile."""
+        """On a GPU, do everything that precedes the first run, unless shapes vary; return self. Several sessions may do this
+        concurrently, each in its own thread, as long as no run is being captured."""
         if self._unprepared and self.outputs:
             with self._place.current(), self._ready():
                 pass
@@ -97,7 +97,7 @@ class Bound:
 
     @contextmanager
     def _ready(self) -> Iterator[None]:
-        """Have the weights and working memory on the device, and the session prepared."""
+        """Keep the weights and working memory on the device within this context, with the session prepared."""
         import onnxruntime
 
         try:
@@ -117,8 +117,8 @@ class Bound:
             self._io.bind_input(name, *self._described(tensor))
 
     def _prepare(self) -> None:
-        """Run once before the first real run on a device, so that cuDNN tries its algorithms. Their workspaces are
-        returned to the device; memory that the arena holds during capture would stay."""
+        """Run once before the first real run on a device, so that cuDNN tries its algorithms, and return their workspaces to
+        the device: memory that the arena holds during a capture would stay allocated."""
         import onnxruntime
 
         self._unprepared = False

@@ -81,8 +81,8 @@ def device_name(kind: str, index: int) -> str:
 
 
 def place(device: str) -> Place:
-    """Return the process's only place for this device, also if several threads ask first: two streams would not wait
-    for each other. Raises TargetUnavailableError without a device."""
+    """Return this process's only place for the device, even if several threads ask at once: two streams would not wait for
+    each other. Raises TargetUnavailableError if there is no such device."""
     with _placing:
         if device not in _places:
             _places[device] = _make_place(device)

@@ -214,7 +214,7 @@ def create_session(
         raise cannot_run(provider, error, where=str(model), target=target.name, built_for=options.built_for) from error
     if session.get_providers()[0] != provider:
         raise TargetUnavailableError(
-            f"{provider} could not be loaded; the session came up on {session.get_providers()[0]}",
+            f"{provider} could not be loaded; the session fell back to {session.get_providers()[0]}",
             where=target.name,
             remedy="Its libraries or device are missing; see `sdflow targets`.",
         )

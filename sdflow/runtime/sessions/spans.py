@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import onnx
 
 ALIGNMENT = 256
-"""Of weights on a device, in bytes, as in the driver's own allocations."""
+"""Alignment of weights on a device in bytes, as in the driver's own allocations."""
 
 Span = tuple[str, int, int]
 """File name, offset and length in bytes."""

@@ -81,9 +81,9 @@ class Submodel:
         self.reached = 0
         """Estimated memory of the largest run so far, in bytes; its session retains it."""
         self.banded: tuple[Any, Any] | None = None
-        """The graph in bands of rows (`sdflow.runtime.bands`), after what it was made for."""
+        """The size and tiling of the last run in bands, and the `Bands` made for it (`sdflow.runtime.bands`)."""
         self.blends = False
-        """Whether the graph was found to be unable to run in bands."""
+        """Whether the graph turned out to be unable to run in bands."""
 
     @property
     def session(self) -> onnxruntime.InferenceSession:
