@@ -154,7 +154,7 @@ def _check_arguments(request: GenerateRequest) -> None:
     if request.refiner is None:
         if request.refiner_start is not None:
             raise UsageError(
-                "it has no effect without a refiner", where="--refiner-start", remedy="Add --refiner PIPELINE."
+                "has no effect without a refiner", where="--refiner-start", remedy="Add --refiner PIPELINE."
             )
     else:
         read_whole(request.refiner)

@@ -51,7 +51,7 @@ class SkippedLayers:
         layers = given.get(LAYERS)
         if said and layers is None:
             raise UsageError(
-                f"it has no effect without {LAYERS}", where=next(iter(said)), remedy="Set the blocks to skip."
+                f"has no effect without {LAYERS}", where=next(iter(said)), remedy="Set the blocks to skip."
             )
         if not layers:
             return None

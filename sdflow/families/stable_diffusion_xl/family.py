@@ -137,7 +137,7 @@ class StableDiffusionXL(Family):
         zeros = request.negatives is None and options["force_zeros_for_empty_prompt"]
         if zeros and "negative_prompt_2" in more:
             raise UsageError(
-                "it has no effect without a negative prompt: this model then uses zeros",
+                "has no effect without a negative prompt: this model then uses zeros",
                 where="negative_prompt_2",
                 remedy="Set a negative prompt too.",
             )

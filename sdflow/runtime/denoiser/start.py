@@ -45,7 +45,7 @@ def require_start(task: Task, image: Any, mask: Any, names: tuple[str, str] = ("
     missing = [name for name, given in zip(names, (image, mask), strict=True) if given is None]
     if task == "inpaint" and missing:
         raise UsageError(
-            "this inpainting model requires an image and a mask; it generates the mask's white area",
+            "this is an inpainting model: it requires an image and a mask, and generates the mask's white area",
             where=_first_word(missing[0]),
             remedy=f"Add {' and '.join(missing)}. For text to image, use an all-white mask.",
         )
