@@ -46,8 +46,8 @@ class Choice:
 
 
 def choices(pipeline: PipelineSpec, checkpoint: Checkpoint, choosable: Sequence[Choosable] = CHOOSABLE) -> list[Choice]:
-    """Every combination that the target supports, in order of preference: exact before quantized, resident before
-    turns before streamed.
+    """Every combination that the target supports, in order of preference: exact before quantized, and resident before
+    taking turns before streamed.
 
     choosable: the passes to choose from. Raises UsageError if a submodel's size cannot be estimated.
     """
@@ -76,7 +76,7 @@ def choose(
     available: int,
     choosable: Sequence[Choosable] = CHOOSABLE,
 ) -> tuple[Choice, tuple[Choice, ...]]:
-    """The first choice that fits into this many bytes, and a faster one after it, whose weights move less, if any.
+    """The first choice that fits into this many bytes, and a later, faster one, if any, whose weights move less.
 
     Raises UsageError, naming the nearest choice, if none fits.
     """

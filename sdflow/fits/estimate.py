@@ -35,8 +35,9 @@ ERROR = 0.05
 """Maximum relative error of the estimate compared with measurements; that much more must be available."""
 
 Way = Literal["resident", "turns", "streamed"]
-"""Whether all weights stay on the device, or the submodels' take turns: with `--keep fit` on CUDA, with `--low-memory`
-elsewhere. streamed: also, weights of submodels that are too large for that are copied to the device in every run."""
+"""How weights share the device. resident: all stay. turns: one submodel's at a time, with `--keep fit` on CUDA and
+`--low-memory` elsewhere. streamed: as turns, but submodels too large for that have weights copied to the device in every
+run."""
 WAYS: tuple[Way, ...] = ("resident", "turns", "streamed")
 STREAMS = sys.platform.startswith("linux")
 """Whether sdflow can stream weights on this system."""
@@ -44,8 +45,8 @@ STREAMS = sys.platform.startswith("linux")
 
 @dataclass(frozen=True)
 class SubmodelMemory:
-    """Bytes of a submodel's weights, and of one run's working memory. streamable: of the weights; largest: of the
-    largest of these."""
+    """Bytes of a submodel's weights, and of one run's working memory. streamable: bytes of the weights that can be streamed;
+    largest: of the largest of these."""
 
     weights: int
     working: int
@@ -81,7 +82,7 @@ class MemoryNeed:
         return sum(each.weights for each in self.submodels.values())
 
     def peak(self, way: Way) -> int:
-        """Peak in bytes; of "streamed", the smallest possible."""
+        """Peak in bytes; for "streamed", the smallest possible one."""
         found = self.submodels
         if way == "resident":
             return self.outside + self.weights + sum(each.working for each in found.values())
@@ -97,7 +98,7 @@ class MemoryNeed:
 
     @property
     def low_memory(self) -> bool:
-        """Whether weights take turns by `--low-memory`, which ends each session, instead of `--keep fit`."""
+        """Whether weights take turns with `--low-memory`, which ends each session after use, instead of `--keep fit`."""
         return self.target != "cuda"
 
     @property
@@ -107,18 +108,18 @@ class MemoryNeed:
 
     @property
     def _retained(self) -> int:
-        """Bytes that `--keep fit` keeps free besides weights that take turns; weights of larger submodels are streamed
+        """Bytes that `--keep fit` keeps free besides a submodel's weights; submodels that leave less are streamed
         (`sdflow.runtime.drawing.turns`)."""
         return reserved(self._kept)
 
     @property
     def _planned_to_stream(self) -> int:
-        """Bytes that `--keep fit` keeps free besides weights when it streams some."""
+        """Bytes that `--keep fit` keeps free besides the resident weights of a streamed submodel."""
         return self._retained + 2 * max(SEGMENT, *(each.largest for each in self.submodels.values()))
 
     @property
     def ways(self) -> tuple[Way, ...]:
-        """The ways that the target has on a machine with this system."""
+        """The ways that the target supports on this operating system."""
         return WAYS if STREAMS and not self.low_memory else WAYS[:2]
 
     def streamed(self, available: int) -> int:
@@ -127,21 +128,21 @@ class MemoryNeed:
         return max(0, weights - room + self._planned_to_stream) if weights + self._retained > room else 0
 
     def streaming_in_words(self, available: int) -> str:
-        """What is streamed, as a phrase with a verb."""
+        """What is streamed, as a verb phrase."""
         streamed = self.streamed(available)
         if not streamed:
             return "streams the text encoder"
         return f"streams {spell_bytes(streamed)} of the {self.denoiser}'s {spell_bytes(self.submodels[self.denoiser].weights)}"
 
     def needed(self, way: Way) -> int:
-        """Bytes of the device, including CUDA's context, from which it fits: the peak and the estimate's error. Of "turns"
-        on CUDA, what `--keep fit` requires, since it streams with less."""
+        """Device bytes, including CUDA's context, that this way needs: the peak plus the estimate's error; for "turns" on
+        CUDA, what `--keep fit` requires, since it streams if there is less."""
         if way == "turns" and not self.low_memory:
             return max(self.peak(way), CONTEXT + self._retained + max(each.weights for each in self.submodels.values()))
         return int(self.peak(way) * (1 + ERROR))
 
     def fits(self, way: Way, available: int) -> bool:
-        """Whether it fits. available: bytes of the device, including CUDA's context."""
+        """Whether the pipeline fits in this way. available: bytes of the device, including CUDA's context."""
         return self.needed(way) <= available
 
     def way(self, available: int) -> Way | None:
@@ -149,7 +150,7 @@ class MemoryNeed:
         return next((way for way in self.ways if self.fits(way, available)), None)
 
     def keeps_all(self, available: int) -> bool:
-        """Whether all weights stay by default: `--keep fit` counts more than was measured."""
+        """Whether all weights stay by default; `--keep fit` is more cautious than the estimate."""
         return self.weights + self.planned + HEADROOM <= available - CONTEXT
 
     def tiled(self, way: Way, available: int) -> bool:

@@ -1,4 +1,4 @@
-"""Quantizing passes as data: the weights they take, the resulting sizes, and where `init --fits` may choose them."""
+"""Quantizing passes as data: which weights they quantize, the resulting sizes, and where `init --fits` may choose them."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def fix(subject: Subject, spec: VerifySpec, verification: Verification, cache: C
     """Find a fix for each submodel that overflows or exceeds its limit in `verification`, which belongs to `subject`.
 
     Builds and verifies the submodel about 2 * k * log2(n) times for n suspects of which k are kept; see `smallest`.
-    Raises VerificationError if a submodel fails even with all suspects in fp32, or whichever single layer alone stays quantized.
+    Raises VerificationError if a submodel fails even with all suspects in fp32, or with any single layer quantized.
     """
     both = [*verification.overflowing, *verification.beyond_stated]
     own = [name for name in both if not name.startswith(f"{REFINER}/")]
@@ -90,7 +90,7 @@ def _fix(trials: _Trials, before: Verification, submodel: str) -> Fix:
     if not verified(found).passed:
         problems = verified(found).failure()
         raise VerificationError(
-            f"{submodel} does not pass with {len(found)} nodes in fp32 either: {problems}",
+            f"{submodel} fails even with {len(found)} nodes in fp32: {problems}",
             where=name,
             remedy="Keep the whole submodel in fp32 (remove its OnnxFloatToFloat16), or use weights made for fp16.",
         )
@@ -103,7 +103,7 @@ def _fix(trials: _Trials, before: Verification, submodel: str) -> Fix:
 def _fix_quantized(trials: _Trials, before: Verification, submodel: str) -> Fix:
     chain, name = trials.origin.chains[submodel], trials.subject.name
     quantization = chain.quantized
-    assert quantization is not None, "it is beyond a limit that its manifest states"
+    assert quantization is not None, "it exceeds a limit in its manifest"
     step = next(each for each in chain.steps if each.name == quantization.by)
     tried = {frozenset[str](): before.submodels[submodel].passed}
     layers = tuple(step.facts["quantized"]["layers"])
@@ -119,10 +119,10 @@ def _fix_quantized(trials: _Trials, before: Verification, submodel: str) -> Fix:
     found = smallest((), layers, passes)
     if len(found) == len(layers):
         raise VerificationError(
-            f"{submodel} is not within the workflow's limit of {quantization.limit:g} with any of its layers in "
+            f"{submodel} exceeds the workflow's limit of {quantization.limit:g} whichever of its layers is in "
             f"{quantization.to}",
             where=name,
-            remedy=f"State a larger limit, or remove its {step.name}.",
+            remedy=f"Set a larger limit, or remove {step.name} from its chain.",
         )
     return Fix(submodel, tuple(found), len(tried) - 1, step.name, KEPT, tuple(step.config[KEPT]))
 

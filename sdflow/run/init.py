@@ -92,7 +92,7 @@ def _inspected(lora: LoraSpec) -> Description | None:
         return None
     (found,) = described
     if found.kind != LORA:
-        raise UsageError(f"is not a LoRA but: {found.kind}", where=found.path, remedy="See `sdflow inspect`.")
+        raise UsageError(f"is not a LoRA. It is: {found.kind}", where=found.path, remedy="See `sdflow inspect`.")
     if found.workflow is None:
         raise UsageError(" ".join(found.notes), where=found.path, remedy="See `sdflow inspect`.")
     return found
@@ -157,7 +157,7 @@ def _of_description(request: InitRequest, found: Description, reference: str) ->
         lacks = f" that lacks {', '.join(found.missing)}" if found.missing else ""
         option = " Give a LoRA with --lora." if found.kind == LORA else ""
         raise UsageError(
-            f"is not a model to build a pipeline from, but: {found.kind}{lacks}. {' '.join(found.notes)}".rstrip(),
+            f"is not a model to build a pipeline from. It is: {found.kind}{lacks}. {' '.join(found.notes)}".rstrip(),
             where=found.path,
             remedy=f"Name a checkpoint or a folder in diffusers' layout.{option}",
         )

@@ -62,18 +62,18 @@ def _comments(pipeline: PipelineSpec, chosen: Choice, quicker: Sequence[Choice],
         "#",
         f"# Chosen for {spell_bytes(available)} of {kind}: {in_words(chosen)}. One image of {need.size}x{need.size} takes "
         f"{spell_bytes(available if chosen.way == 'streamed' else chosen.peak)} at most",
-        f"# by estimate ({error}see docs/device_memory.md), {spell_bytes(need.outside)} of them besides the pipeline:",
+        f"# by estimate ({error}see docs/device_memory.md), {spell_bytes(need.outside)} of it outside the pipeline:",
     ]
     for submodel, each in need.submodels.items():
         quantized = chosen.quantized.get(submodel)
         held = "16 bits" if is_half(pipeline.submodels[submodel]) else "float32"
         why = held if quantized is None else f"{quantized.choosable.name}: {quantized.choosable.note}"
-        working = f" and {spell_bytes(each.working)} to work in" if each.working else ""
+        working = f" and {spell_bytes(each.working)} of working memory" if each.working else ""
         lines.append(f"#   {submodel:16}{spell_bytes(each.weights)} of weights{working}    {why}")
     lines.append(f"# {_why_this_way(chosen, available)}")
     if need.tiled(chosen.way, available):
         lines.append("# The VAE decodes in bands of rows, which takes longer.")
-    lines += [f"# Quicker: {in_words(each)} takes {spell_bytes(each.peak)}." for each in quicker]
+    lines += [f"# Faster: {in_words(each)} takes {spell_bytes(each.peak)}." for each in quicker]
     return lines
 
 

@@ -157,8 +157,8 @@ def _assemble(
     checked = plan.pipeline.verify if options.verify else None
     if checked is not None and (absent := missing(*REFERENCE)):
         executor.listener.note(
-            f"{plan.pipeline.name}: not verified against PyTorch, which needs {', '.join(absent)}, which "
-            f"this machine does not have ({how_to_install(*absent)})"
+            f"{plan.pipeline.name}: not verified against PyTorch: {', '.join(absent)} "
+            f"{'are' if len(absent) > 1 else 'is'} not installed ({how_to_install(*absent)})"
         )
         checked = None
     level = checked.level if checked else None
@@ -189,7 +189,7 @@ def _assemble(
         digests=executor.cache.stat,
     )
     if assembled.mended:
-        executor.listener.note(f"{plan.pipeline.name}: {folder} was assembled again: {assembled.mended}")
+        executor.listener.note(f"{plan.pipeline.name}: {folder} was reassembled: {assembled.mended}")
     if not assembled.pinned:
         executor.listener.note(
             f"{plan.pipeline.name}: the cache is read-only, so its owner's `cache gc` may remove what {folder} "
@@ -209,7 +209,7 @@ def _evaluate(pipeline: PipelineResult, executor: Executor, options: RunOptions)
         return pipeline
     if absent := missing(*DRAWS):
         executor.listener.note(
-            f"{planned.name}: not measured: generating needs {', '.join(absent)}, which this machine does not have "
+            f"{planned.name}: not measured: {', '.join(absent)} {'are' if len(absent) > 1 else 'is'} not installed "
             f"({how_to_install(*absent)})"
         )
         return pipeline
@@ -228,7 +228,9 @@ def _evaluate(pipeline: PipelineResult, executor: Executor, options: RunOptions)
     verification = pipeline.verification
     if verification is None or verification.cached or not evaluation.measured or planned.target == "cpu":
         return pipeline  # the CPU has already run it
-    failed = "It was assembled and measured, and is right on the CPU: this device gives different results."
+    failed = (
+        "The pipeline was assembled and measured. It is correct on the CPU, but this device gives different results."
+    )
     on_device = _verified(pipeline.plan, pipeline.folder, executor, options, failed, run_on=planned.target)
     return replace(pipeline, verification=on_device)
 

@@ -256,7 +256,7 @@ def import_structures(where: str | Path, cache: Cache, trust: Sequence[str] = ()
     except (Absent, Untrusted, BadRecord, WrongBytes, Unusable, CacheError) as error:
         why = error.what if isinstance(error, CacheError) else error
         what = {
-            Absent: "holds no exported structures, or lacks some",
+            Absent: "contains no exported structures, or not all of them",
             Untrusted: "has no signature from anyone you trust",
         }
         raise UsageError(
@@ -276,7 +276,7 @@ def _require_structures_of_ours(about: Mapping[str, Any], entries: Sequence[Stor
             or content.get("weights") != "symbolic"
             or not isinstance(content.get("uses"), dict)
         ):
-            raise BadRecord("it holds something other than structures")
+            raise BadRecord("it contains something other than structures")
         _require_pass(about, content.get("pass"))
     known = about.get("architectures", [])
     maps = [each.get(part) for each in known for part in ("config", "defaults")] if _are_maps(known) else [None]
@@ -296,6 +296,6 @@ def _require_pass(about: Mapping[str, Any], named: Any) -> None:
     here = find_pass(name, Path()).version
     if version != here:
         raise BadRecord(
-            f"sdflow {about.get('sdflow')!s:.20} wrote it, whose {name} is of version {version!r:.10}; here it is {here}. No "
-            "plan would find it: install that sdflow, or write it with this one"
+            f"it was written by sdflow {about.get('sdflow')!s:.20} with version {version!r:.10} of {name}, but this sdflow has "
+            f"version {here} and would never use it: install that sdflow, or export again with this one"
         )

@@ -22,7 +22,7 @@ LINE = 64
 VALUES = 1 << 18
 """Values in a tile that is processed at a time: in float32 it stays in the processor's cache. Transposed, half as many."""
 COLUMNS = 300
-"""About as many columns has a tile that is written transposed."""
+"""Approximate number of columns of a tile that is written transposed."""
 
 Array = NDArray[Any]
 Tile = tuple[slice, slice, Array]

@@ -2,8 +2,8 @@
 
 The same pass hashes the file and sums its pages, and those of the source file if that is verified, so nothing is read
 twice. Meanwhile, written data is flushed to the disk. Each of these has a thread, since hashing, numpy and I/O release
-the GIL. Memory: pieces computed ahead (`AHEAD` bytes, or a few of the largest), as much again that waits to be used
-again, and some blocks. Large pieces are computed in memory of earlier ones: fresh memory costs the kernel as much as writing the
+the GIL. Memory: pieces computed ahead (`AHEAD` bytes, or a few of the largest), as much again waiting for reuse, and some
+blocks. Large pieces are computed in the memory of earlier ones, because fresh memory costs the kernel as much as writing the
 file.
 """
 
@@ -36,7 +36,7 @@ AHEAD = 1 << 27
 FLUSHED = 1 << 27
 """Number of bytes written before a flush to disk."""
 REUSED = 1 << 20
-"""Size of a piece from which its memory is used again."""
+"""Minimum size of a piece whose memory is reused."""
 
 _QUEUED = 4
 
@@ -149,7 +149,7 @@ class _Hash:
             self._waiting.popleft().result()
 
     def last(self) -> Future[None]:
-        """The end of what was handed over so far."""
+        """The end of the data that was queued so far."""
         return self._waiting[-1]
 
     def hexdigest(self) -> str:
@@ -166,7 +166,7 @@ def _hashing() -> Iterator[_Hash]:
 
 @dataclass(eq=False)
 class _Memory:
-    """Memory of a piece. Free once the piece was written and hashed."""
+    """Memory of a piece, free for reuse once the piece is written and hashed."""
 
     whole: Bytes
     hashed: Future[None] | None = None
@@ -179,7 +179,7 @@ class _Memory:
 
 
 def _memory(length: int, used: list[_Memory]) -> _Memory:
-    """Return memory for a piece: that of a piece of about its size if one is free. Large free ones are given up."""
+    """Return memory for a piece: free memory of about its size if there is any. Beyond `AHEAD` bytes, free memory is released."""
     import numpy as np
 
     if length < REUSED:

@@ -98,7 +98,7 @@ def test_a_limit_that_no_layer_meets_is_told(shell: Shell, first: Any) -> None:
     shell.json("run", "hopeless.yaml", "--no-evaluate", "--no-verify", "--out", "hopeless")
     done = shell.run("verify", f"hopeless/{NAME}", "--fix", "--quick", "--submodel", "text_encoder")
     assert done.returncode == 4
-    assert "not within the workflow's limit of 1e-05 with any of its layers in int8" in done.stderr
+    assert "exceeds the workflow's limit of 1e-05 whichever of its layers is in int8" in done.stderr
     assert "remove its QuantizeInt8" in done.stderr
 
 

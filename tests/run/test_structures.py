@@ -133,7 +133,7 @@ def test_a_light_machine_binds_what_the_full_one_binds_byte_for_byte(
     done = imported_there.run("run", str(path), "--copy")
     assert done.returncode == 0, done.stderr
     assert "2 of 6 steps ran" in done.stderr
-    assert "bound: not verified against PyTorch, which needs torch, " in done.stderr
+    assert "bound: not verified against PyTorch: torch, " in done.stderr
     loaded = load_workflow(path, catalog=catalog())
     options = RunOptions(
         out=machines.folder / "pipelines", results=machines.folder / "results", copy=True, verify=False
@@ -302,7 +302,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes, Members], bytes], str]] = {
     "flipped": (lambda data, members: data[:2000] + bytes([data[2000] ^ 1]) + data[2001:], "damaged"),
     "empty": (lambda data, members: b"", "damaged"),
     "no archive": (lambda data, members: b"PK\x03\x04 something else" * 50, "not an archive of structures"),
-    "another archive": (lambda data, members: packed({"readme": b"{}"}), "holds no exported structures"),
+    "another archive": (lambda data, members: packed({"readme": b"{}"}), "contains no exported structures"),
     "another list": (lambda data, members: packed({**members, LISTED: b"{}"}), "not an archive of structures"),
     "a file changed": (lambda data, members: with_pieces(members, lambda piece: b"x" + piece[1:]), "another digest"),
     "a file missing": (lambda data, members: with_pieces(members, lambda piece: None), "has lost parts"),
