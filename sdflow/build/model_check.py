@@ -124,5 +124,5 @@ def _require_sizes(pipeline: PipelineSpec, checkpoint: sources.Checkpoint) -> No
                 raise UsageError(
                     f"{key}.{name} is {pixels} pixels",
                     where=pipeline.name,
-                    remedy=f"Take a multiple of {multiple}: the graphs of {pipeline.model} halve it again and again.",
+                    remedy=f"Use a multiple of {multiple}: the graphs of {pipeline.model} halve it again and again.",
                 )

@@ -232,8 +232,8 @@ def judge_image(
     if not ours >= enough or not np.isfinite(image).all():
         problems = (
             (
-                f"the image has a PSNR of {ours:.1f} dB against PyTorch's from the same latents, plain fp16 PyTorch's has "
-                f"{plain:.1f}; at least {enough:.1f} is required",
+                f"the image's PSNR against PyTorch's from the same latents is {ours:.1f} dB (plain fp16 PyTorch: "
+                f"{plain:.1f}); at least {enough:.1f} is required",
                 "If every submodel passes, the scheduler or the tokenizer differs from the checkpoint's.",
             ),
         )
@@ -271,7 +271,7 @@ def judge_meaning(sample: np.ndarray | None, selection: Selection, reference: Pa
     if abs(ours - exact) > SCORE_APART:
         problems = (
             (
-                f"{ours:.0%} of {len(cases)} images show what was asked for, PyTorch's do in {exact:.0%}",
+                f"{ours:.0%} of {len(cases)} images match their prompts, but {exact:.0%} of PyTorch's do",
                 "Look at the submodels' distances and at the image.",
             ),
         )

@@ -98,7 +98,7 @@ def _of_library(
     check_stamps(load["files"])
     if expected.keys() != tensors.keys():
         raise CheckpointError(
-            f"{part.model.class_name}.from_pretrained makes other parameters of it: "
+            f"{part.model.class_name}.from_pretrained loads other parameters from it: "
             f"{listing(sorted(expected.keys() ^ tensors.keys()))}",
             where=load["folder"],
             remedy="Save it again with the installed diffusers and transformers.",
@@ -158,7 +158,7 @@ class _NotThere(Exception):
 
 @contextmanager
 def _refusals(model: Model, folder: Path) -> Iterator[None]:
-    with rejections(str(folder), f"{model.class_name}.from_pretrained refuses it"):
+    with rejections(str(folder), f"{model.class_name}.from_pretrained rejects it"):
         try:
             yield
         except OSError as error:

@@ -80,7 +80,7 @@ class BlockVerdict:
         if not self.first:
             return f"{found}; the fault is between blocks"
         away = "" if math.isinf(self.distance) else f" (the nearest value is {self.distance:.1e} away)"
-        return f"{found}; the first that does not, given right inputs, is {self.first}{away}"
+        return f"{found}; the first that does not, given correct inputs, is {self.first}{away}"
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def _verify(
     config = subject.checkpoint.submodels[subject.checkpoint.family.denoiser].load["config"]
     if submodels is None and adapter_count(config):
         merged = _merged(subject, [each.result for each in found])
-        coverage = "base and refiner: no image of both, as the base has IP-Adapters"
+        coverage = "base and refiner: no joint image, because the base has IP-Adapters"
         return Verified(replace(merged, coverage=(*merged.coverage, coverage)), found[0].images)
     if submodels is None and all(each.result.passed for each in found):
         image, images, cached = both(subject, subject.refiner, spec, cache, **how)

@@ -20,7 +20,7 @@ from sdflow.verify.reference.torch_module import LoraMerge
 from sdflow.weights.lora import LoraInput
 from tests.verify.sample_artifacts import DRAWING, ROOT, Graph, Sample, planted, reference, shown, verdict
 
-FARTHER = "times as far, at most 1.2 is allowed"
+FARTHER = "times as far over all cases, but only 1.2 is allowed"
 LORA = ROOT / "samples/loras/outline.safetensors"
 HEADS = 4
 
@@ -242,7 +242,7 @@ FAULTS = (
     Fault("QuickGelu's factor", "text_encoder", quick_gelu_alpha),
     Fault("another token pooled", "text_encoder", another_token_pooled, "pooler_output"),
     Fault("decoder's bias dropped", "vae_decoder", decoder_bias_dropped),
-    Fault("input renamed", "unet", input_renamed, "the graph has an input context, where diffusers feeds"),
+    Fault("input renamed", "unet", input_renamed, "the graph has an input context, but diffusers feeds"),
     Fault("output renamed", "unet", output_renamed, "it has no output out_sample"),
 )
 

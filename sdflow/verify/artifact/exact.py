@@ -1,6 +1,6 @@
-"""First part of the proof for a 16-bit or quantized artifact: without its roundings it computes what PyTorch computes.
+"""First part of the proof for a 16-bit or quantized artifact: without rounding, it computes what PyTorch computes.
 
-The graph runs lowered, in float32 throughout, with weights as their recipes give them before rounding. Casts to 16 bits
+The graph runs lowered, in float32 throughout, with the weights that the recipes give before rounding. Casts to 16 bits
 become no-ops, the graph's own constants are unrounded too (`constants`), and quantized products become plain products
 (`quantized`). Since nothing rounds, there is no allowance for rounding (`sdflow.tolerances`). Only the inputs of sines,
 cosines and indices stay as in the artifact (`sdflow.verify.lowering`).
@@ -53,8 +53,10 @@ Exact = MutableMapping[str, "NDArray[Any]"]
 
 STILL_QUANTIZED = "its quantization could not be removed: it has unknown operators or recipes"
 DAMAGED = "its recipes are damaged, so it could not run without rounding"
-OTHER_GRAPH = "The graph does not compute what the model computes, even without rounding. Build it again with "
-OTHER_GRAPH += "--clean_cache; if that does not help, take passes and fusions out one by one (--set) until it passes."
+OTHER_GRAPH = (
+    "The graph does not compute what the model computes, even without rounding. Rebuild it with --clean_cache; if "
+)
+OTHER_GRAPH += "that does not help, remove passes and fusions one by one (--set) until it passes."
 
 
 @dataclass(frozen=True)
@@ -236,4 +238,4 @@ def _words(output: ExactOutput) -> str:
     what = (
         f"without rounding, {output.name} is {output.distance:.2g} away from the fp32 PyTorch model (relative L2) at "
     )
-    return f"{what}{output.case}, at most {output.limit:.0e} is allowed"
+    return f"{what}{output.case}, but only {output.limit:.0e} is allowed"

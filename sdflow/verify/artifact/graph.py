@@ -173,7 +173,7 @@ def _cast(graph: RunnableGraph, inputs: Mapping[str, np.ndarray]) -> dict[str, n
     types = {value.name: numpy_type(value) for value in graph.session.get_inputs()}
     if unknown := sorted(types.keys() - inputs.keys()):
         raise VerificationError(
-            f"the graph has an input {unknown[0]}, where diffusers feeds {', '.join(inputs)}",
+            f"the graph has an input {unknown[0]}, but diffusers feeds {', '.join(inputs)}",
             remedy="Keep the names of OnnxConversion: no pass may rename inputs or outputs.",
         )
     return {name: inputs[name].astype(kind, copy=False) for name, kind in types.items()}

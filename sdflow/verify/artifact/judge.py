@@ -84,7 +84,7 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
             *selection.coverage(family),
             *covered,
             *(
-                f"{name}: {count} cases rounded in {DRAWS} ways, as one run says little of them"
+                f"{name}: {count} cases repeated with {DRAWS} random roundings, because a single run is inconclusive"
                 for name, count in redrawn.items()
                 if count
             ),

@@ -105,32 +105,34 @@ def _problem(verdict: OutputVerdict, precision: str, cases: Sequence[CaseDistanc
         return (
             f"{verdict.name} has another shape, NaN or infinity at {first.case}",
             "If values overflow fp16, keep their nodes in fp32 (OnnxFloatToFloat16: op_block_list or node_block_list), "
-            "or take weights made for fp16.",
+            "or use weights made for fp16.",
         )
     if precision not in PLAIN:
         return _beyond_stated(verdict, precision, max(cases, key=lambda case: case.distance))
-    remedy = "The graph or its weights are not those of the model: build it again with --clean_cache; if that does not "
-    remedy += "help, take passes and fusions out one by one (--set) until it passes."
+    remedy = (
+        "The graph or its weights do not match the model: rebuild with --clean_cache; if that does not help, remove "
+    )
+    remedy += "passes and fusions one by one (--set) until it passes."
     if precision == "float32":
-        what = f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), at most "
+        what = f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), but only "
         return f"{what}{verdict.limit:.2g} is allowed; worst at {worst.case}: {worst.distance:.2g}", remedy
     plain = f"plain {precision.replace('float16', 'fp16').replace('bfp', 'bf')} PyTorch"
     if all(case.yardstick == inf for case in cases):
-        what = f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), at most "
+        what = f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), but only "
         return f"{what}{WITHOUT_YARDSTICK:.2g} is allowed where {plain} gives no finite numbers", remedy
-    what = f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), {plain} is "
-    what += f"{verdict.yardstick:.2g}: over its cases {verdict.ratio:.3g} times as far, at most {FLOAT16_RATIO} is allowed; "
+    what = f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), {plain} "
+    what += f"{verdict.yardstick:.2g}: {verdict.ratio:.3g} times as far over all cases, but only {FLOAT16_RATIO} is allowed; "
     if worst.yardstick:
         return f"{what}worst at {worst.case}: {times_as_far(worst):.3g} times", remedy
-    return f"{what}worst at {worst.case}: {worst.distance:.2g} against nothing", remedy
+    return f"{what}worst at {worst.case}: {worst.distance:.2g}, where {plain} loses nothing", remedy
 
 
 def _beyond_stated(verdict: OutputVerdict, precision: str, worst: CaseDistance) -> tuple[str, str]:
-    what = f"{verdict.name}, of weights in {precision}, is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2)"
+    what = f"{verdict.name}, with {precision} weights, is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2)"
     what += f", worst at {worst.case}: {worst.distance:.2g}; "
     if verdict.limit is None:
-        above = f"limit: {1.25 * verdict.distance:.1e} among the options of the pass that quantizes."
-        return f"{what}the workflow states no limit for it", f"If that is near enough, write it down: {above}"
+        above = f"limit: {1.25 * verdict.distance:.1e} among the options of the quantizing pass."
+        return f"{what}the workflow states no limit for it", f"If that is close enough, state it: {above}"
     what += f"the workflow's limit is {verdict.limit:g}"
-    what += f", for one case {ONE_CASE_RATIO:g} times that" if verdict.distance <= verdict.limit else ""
-    return what, "`sdflow verify --fix` finds the layers to keep as they are (keep:); or state another limit."
+    what += f", and {ONE_CASE_RATIO:g} times that for a single case" if verdict.distance <= verdict.limit else ""
+    return what, "`sdflow verify --fix` finds the layers to leave unquantized (keep:). Or state another limit."

@@ -1,11 +1,10 @@
-"""Round a 16-bit artifact that is too far from PyTorch in many other ways, if rounding alone may be the cause.
+"""Repeat failing cases of a 16-bit artifact with many random roundings, to tell chance from a fault.
 
 The loss of one float16 run is a single random draw. For most networks that is a good enough yardstick, but not near a
 threshold: the small Stable Diffusion 2.1 loses 0.002 or 0.008 at one timestep, by chance, in PyTorch as in any
 artifact. So cases that are too far off run again, in the artifact and in fp16 PyTorch, with DRAWS roundings of their
-inputs: a number between two halves becomes either one, the nearer more likely. The lower quartile replaces the single
-draw on both
-sides: crossing a threshold is chance, while a fault is in every draw.
+inputs: a number between two float16 numbers becomes either one, the nearer more likely. The lower quartile replaces the
+single draw on both sides: crossing a threshold is chance, while a fault is in every draw.
 
 Near a threshold one side may cross it in nearly every draw and the other in few. PyTorch's draws then differ widely,
 and the artifact is compared with their upper quartile.
@@ -32,13 +31,13 @@ from sdflow.verify.reference.torch_module import TorchModule
 from sdflow.verify.result import CaseDistance, OutputVerdict
 
 FAR = 10.0
-"""Multiple of the yardstick. If half of an output's cases are farther, it is wrong under any rounding and not drawn
-again. A threshold affects single cases."""
+"""Multiple of the yardstick. If half of an output's cases are farther, the output is wrong under any rounding and not
+repeated: a threshold affects single cases only."""
 
 DRAWS = 16
 LEAST = 4
 """Number of draws below the one that counts. If every second run crosses a threshold, the lower quartile is a draw
-without a crossing 24 times in 25."""
+without a crossing in 24 of 25 cases."""
 
 APART = 2.0
 """Ratio of PyTorch's upper to lower quartile from which a case is near a threshold. Elsewhere it is 1.1 to 1.4."""

@@ -195,7 +195,7 @@ def _judge(node: _Node, table: KernelTable) -> Iterator[Finding]:
         return
     kernels = table.kernels.get(node.operator, ())
     if not kernels and node.operator in table.unknown:
-        what = f"whether {table.title} has a kernel for {node.title} is not in the table ({table.version})"
+        what = f"the table ({table.version}) does not say whether {table.title} has a kernel for {node.title}"
         yield Finding("", "kernel", "warning", node.name, what, "sdflow run reports where its nodes run")
     elif not kernels:
         yield _error(node, f"{node.title} has no {table.title} kernel", _remedy_for_operator(node, table))

@@ -28,7 +28,7 @@ def multi_head_attention(b: Builder, node: Node) -> list[str]:
     node.allow("mask_filter_value", "num_heads", "scale", "unidirectional")
     node.refuse_inputs({6: "past_key", 7: "past_value", 8: "past_sequence_length", 9: "cache_indirection"})
     if any(node.has_output(index) for index in (1, 2, 3)):
-        raise node.error("only the first output is known to the lowering")
+        raise node.error("only the first output is supported by the lowering")
     heads = int(node.required("num_heads"))
     if not node.has(1):
         q, k, v = _unpack(b, node, 0, 3)
@@ -37,7 +37,7 @@ def multi_head_attention(b: Builder, node: Node) -> list[str]:
         k, v = _unpack(b, node, 1, 2)
     elif b.rank(node.raw(1)) == 4:
         if node.has(3):
-            raise node.error("a bias with keys of four dimensions is not known to the lowering")
+            raise node.error("a bias with keys of four dimensions is not supported by the lowering")
         q = _by_heads(b, node.input(0), heads)
         k, v = (b.op("Transpose", node.input(index), perm=[0, 2, 1, 3]) for index in (1, 2))
     else:
@@ -60,9 +60,9 @@ def attention(b: Builder, node: Node) -> list[str]:
     node.allow("do_rotary", "mask_filter_value", "num_heads", "qkv_hidden_sizes", "scale", "unidirectional")
     node.refuse_inputs({4: "past", 6: "past_sequence_length"})
     if node.attribute("do_rotary", 0):
-        raise node.error("rotary embedding is not known to the lowering")
+        raise node.error("rotary embedding is not supported by the lowering")
     if node.has_output(1):
-        raise node.error("only the first output is known to the lowering")
+        raise node.error("only the first output is supported by the lowering")
     heads = int(node.required("num_heads"))
     qkv = b.op("MatMul", node.input(0), node.input(1))
     if node.has(2):
@@ -141,7 +141,7 @@ def _kept(b: Builder, node: Node, mask: str, rank: int, batch: str, queries: str
         rows = b.op("Slice", mask, b.op("Sub", keys, queries), keys, b.ints(2))
         mask = b.op("Slice", rows, zero, keys, b.ints(3))
     else:
-        raise node.error(f"a mask with {rank} dimensions is not known to the lowering")
+        raise node.error(f"a mask with {rank} dimensions is not supported by the lowering")
     return b.op("Greater", mask, zero)
 
 

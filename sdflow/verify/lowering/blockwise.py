@@ -20,7 +20,7 @@ def matmul_nbits(b: Builder, node: Node) -> list[str]:
     rows, columns, size = node.required("N"), node.required("K"), node.required("block_size")
     bits = node.attribute("bits", 4)
     if bits not in (4, 8):
-        raise node.error(f"{bits} bits are not known to the lowering")
+        raise node.error(f"{bits} bits are not supported by the lowering")
     blocks = -(-columns // size)
     numbers = b.op("Reshape", _numbers(b, node.raw(1), bits), b.ints(rows, blocks, size))
     if node.has(3):

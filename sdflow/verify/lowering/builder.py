@@ -183,13 +183,13 @@ class Node:
         """Raises VerificationError for other attributes."""
         unknown = sorted(set(self.attributes) - set(names))
         if unknown:
-            raise self.error(f"attribute {', '.join(unknown)} is not known to the lowering")
+            raise self.error(f"attribute {', '.join(unknown)} is not supported by the lowering")
 
     def refuse_inputs(self, names: Mapping[int, str]) -> None:
         """Raises VerificationError if one of these optional inputs is given."""
         for index, what in names.items():
             if self.has(index):
-                raise self.error(f"{what} (input {index}) is not known to the lowering")
+                raise self.error(f"{what} (input {index}) is not supported by the lowering")
 
     def error(self, what: str) -> VerificationError:
         return VerificationError(

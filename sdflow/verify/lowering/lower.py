@@ -211,7 +211,7 @@ def _replace(builder: Builder, node: Node, types: Types) -> None:
     results = OPERATORS[node.proto.op_type](builder, node)
     types.infer_contrib(node.proto)
     if len(node.proto.output) > len(results):
-        raise node.error(f"only {len(results)} outputs are known to the lowering")
+        raise node.error(f"only {len(results)} outputs are supported by the lowering")
     for name, value in zip(node.proto.output, results, strict=False):
         if name:
             builder.result(value, name, types.element_type(name))
@@ -222,7 +222,7 @@ def _keep(builder: Builder, node: Node, types: Types) -> None:
     """Keep a standard operator; with 16-bit values, give it float32 operands and round its result."""
     proto = node.proto
     if any(item.HasField("g") or item.graphs for item in proto.attribute):
-        raise node.error("control flow is not known to the lowering")
+        raise node.error("control flow is not supported by the lowering")
     types.infer(proto, node.name)
     read = {types.element_type(name) for name in proto.input if name}.intersection(HALVES)
     for name in proto.output:

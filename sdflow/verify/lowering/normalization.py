@@ -48,7 +48,7 @@ def simplified_layer_normalization(b: Builder, node: Node) -> list[str]:
     if node.has_output(1):
         raise node.error("inv_std_var is an output for training only")
     if node.attribute("axis", -1) not in (-1, b.rank(node.raw(0)) - 1):
-        raise node.error("only normalization over the last axis is known to the lowering")
+        raise node.error("only normalization over the last axis is supported by the lowering")
     return [_root_mean_square(b, node, node.input(0), node.input(1), 1e-5)]
 
 
@@ -80,7 +80,7 @@ def _group_norm(b: Builder, node: Node, x: str) -> str:
     groups = int(node.required("groups"))
     activation = node.required("activation")
     if activation not in (0, 1):
-        raise node.error(f"activation {activation} is not known to the lowering")
+        raise node.error(f"activation {activation} is not supported by the lowering")
     x = b.op("Transpose", x, perm=[0, 3, 1, 2]) if last else x
     # Instance normalization takes mean and variance over all but the first two axes: of (N, groups, the rest) here.
     ones, zeros = (b.constant(np.full(groups, value, np.float32)) for value in (1.0, 0.0))

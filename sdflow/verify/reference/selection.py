@@ -117,7 +117,7 @@ def select(spec: VerifySpec, image: ImageSpec, submodels: Sequence[str], checkpo
     sizes = []
     for name, pixels in (("height", spec.height), ("width", spec.width)):
         if pixels is not None and pixels % latents.granularity:
-            raise UsageError(f"verify.{name} is {pixels} pixels", remedy=f"Take a multiple of {latents.granularity}.")
+            raise UsageError(f"verify.{name} is {pixels} pixels", remedy=f"Use a multiple of {latents.granularity}.")
         sizes.append(small if pixels is None else pixels // latents.scale)
     rows, columns = sizes
     shapes = [(2, rows, columns * 2)]
