@@ -182,7 +182,7 @@ class _Runner:
             running.result = replace(
                 running.result,
                 status="failed",
-                reason=f"its weights take {spell_bytes(needed)}, {spell_bytes(free)} are free"
+                reason=f"its weights take {spell_bytes(needed)}, but only {spell_bytes(free)} are free"
                 + (f" with {loaded} loaded: measure it alone, with --engine {engine.name}" if loaded else ""),
             )
             return
@@ -255,7 +255,7 @@ class _Runner:
             running.draw = None
             what = error.what if isinstance(error, SdflowError) else f"{type(error).__name__}: {error}"
             if interrupted := isinstance(error, TooLong):
-                what = f"{error}: give it more with --first-limit"
+                what = f"{error}; raise --first-limit"
             reason = " ".join(what.split())[:400]
             if loaded and ("memory" in reason.lower() or "alloc" in reason.lower()):
                 reason += f"; {loaded} were loaded: measure it alone, with --engine {running.engine.name}"

@@ -166,12 +166,10 @@ def tune(
     options = candidates(wanted, cores() or 1) if tried is None else tried
     known = list(dict.fromkeys(each.option for each in options))
     if unknown := [name for name in only if name not in known]:
-        raise UsageError(
-            f"no option is named {unknown[0]}", where=wanted.name, remedy=f"There are: {', '.join(known)}."
-        )
+        raise UsageError(f"no option is named {unknown[0]}", where=wanted.name, remedy=f"Known: {', '.join(known)}.")
     options = [each for each in options if not only or each.option in only]
     if not options:
-        raise UsageError(f"there is nothing to choose for {wanted.title}", where=wanted.name)
+        raise UsageError(f"there is nothing to tune for {wanted.title}", where=wanted.name)
     tuner = _Tuner(folder, wanted, case, rounds)
     say("loading the pipeline as it is")
     best, chosen = tuner.load(UNTUNED), UNTUNED
@@ -189,7 +187,7 @@ def tune(
         say("comparing with the pipeline as it is")
         ratio = statistics.median(tuner.ratios(best, tuner.load(UNTUNED)))
         if ratio > GAIN:
-            say(f"no overall gain, {ratio:.3f} of the time: nothing is chosen")
+            say(f"no overall gain ({ratio:.3f} of the time): nothing was chosen")
             chosen, ratio = UNTUNED, 1.0
     evidence = {
         "trials": [asdict(trial) for trial in trials],

@@ -155,7 +155,7 @@ class ChainRun:
 
     def _build(self, step: Step, action: Action, before: Record | None, *, compare_with: Record | None) -> Record:
         if step.weights == "symbolic" and not self.rebuild and reads_weights(action, self.cache):
-            raise WeightValueRead("it reads weights, as an earlier run found", where=f"{step.id} {step.name}")
+            raise WeightValueRead("an earlier run found that it reads weights", where=f"{step.id} {step.name}")
         if step.lacks:
             raise not_here([step], self.targets)
         with (

@@ -47,7 +47,7 @@ class Chains:
 
     def overlays(self, node: Node) -> None:
         """Check every target's changes as far as possible without the chains that they change."""
-        targets = as_map(node, "a map from target to what is different for it", "`targets`", self.problems)
+        targets = as_map(node, "a map from target to its changes", "`targets`", self.problems)
         if targets is None:
             return
         unknown_keys(targets, TARGETS, "target", self.problems)
@@ -131,7 +131,7 @@ class Chains:
             mark = next(iter(passes.keys.values()), passes.mark)
             self.problems.add(
                 mark,
-                f"no file has a list of passes for {submodel} that these could change",
+                f"no file has a list of passes for {submodel} that these changes could apply to",
                 "write the chain as a list of steps, or extend a file that has it",
             )
             return ()

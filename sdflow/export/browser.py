@@ -89,7 +89,7 @@ def export_browser(folder: Path, out: Path, wanted: BrowserWanted) -> BrowserExp
     ONNX Runtime Web lacks; CacheError if it cannot be written. An existing folder then stays unchanged.
     """
     if wanted.file_bytes < LEAST_FILE:
-        raise UsageError(f"{wanted.file_bytes:,} bytes", where="--file-size", remedy="Take 1MB or more.")
+        raise UsageError(f"{wanted.file_bytes:,} bytes is too small", where="--file-size", remedy="Use 1MB or more.")
     source = open_source(folder, out, checker=wanted.checker)
     scale = guidance_of(folder, wanted.guidance_scale)
     what = source.family.latents(source.configs)

@@ -151,7 +151,7 @@ def _size(wanted: Wanted, what: Latents) -> Size | None:
     require_size(what.granularity, height, width)
     images = 1 if wanted.images is None else wanted.images
     if not 1 <= images <= MOST_IMAGES:
-        raise UsageError(f"there are {images:,} images", where="--images", remedy=f"Take 1 to {MOST_IMAGES:,}.")
+        raise UsageError(f"{images:,} images were requested", where="--images", remedy=f"Use 1 to {MOST_IMAGES:,}.")
     return Size(images, height // what.scale, width // what.scale)
 
 

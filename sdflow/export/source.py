@@ -76,7 +76,7 @@ def _require_outside(place: Path, folder: Path, submodels: Sequence[str]) -> Non
     """Raises UsageError for the pipeline's own folders, where a file could replace a model."""
     own = {folder.resolve(), *((folder / name).resolve() for name in submodels)}
     if own & {place.resolve(), *place.resolve().parents}:
-        raise UsageError("it lies within the pipeline", where=str(place), remedy="Name a place outside of it.")
+        raise UsageError("is inside the pipeline", where=str(place), remedy="Name a place outside of it.")
 
 
 def guidance_of(folder: Path, scale: float | None) -> float:
@@ -84,7 +84,9 @@ def guidance_of(folder: Path, scale: float | None) -> float:
     if scale is None:
         return float(folder_defaults(folder)["text"].guidance_scale)
     if not math.isfinite(scale):
-        raise UsageError(f"{scale} is not a guidance scale", where="--guidance-scale", remedy="Around 7.5 is usual.")
+        raise UsageError(
+            f"{scale} is not a guidance scale", where="--guidance-scale", remedy="Use a number; around 7.5 is usual."
+        )
     return scale
 
 

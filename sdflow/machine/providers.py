@@ -78,7 +78,7 @@ def choose_provider(
     for provider, first, last in target.providers:
         if (first and _release(version) < _release(first)) or (last and _release(version) > _release(last)):
             bound = f"{first} or later" if first else f"{last} or earlier"
-            reasons.append(f"{provider} needs ONNX Runtime {bound}, this is {version}")
+            reasons.append(f"{provider} needs ONNX Runtime {bound}, but this is {version}")
         elif provider in missing:
             reasons.append(f"{provider}: {missing[provider]}")
         elif provider not in present:

@@ -87,23 +87,25 @@ def files_of(content: bytes, where: str) -> dict[str, Descriptor]:
     try:
         manifest = _Manifest.model_validate(parse_json(content))
     except ValidationError as error:
-        raise VerificationError(f"is no manifest of a model: {first_problem(error)}", where=where) from error
+        raise VerificationError(f"is not a model manifest: {first_problem(error)}", where=where) from error
     except ValueError as error:
-        raise VerificationError(f"is no manifest: {error}", where=where) from error
+        raise VerificationError(f"is not a manifest: {error}", where=where) from error
     if manifest.artifact_type != ARTIFACT_TYPE:
-        raise VerificationError(f"is a {manifest.artifact_type:.100}, not a model of ModelPack", where=where)
+        raise VerificationError(f"is a {manifest.artifact_type:.100}, not a ModelPack model", where=where)
     files: dict[str, Descriptor] = {}
     for layer in manifest.layers:
         name = layer.annotations.get(FILE, "")
         if not inside(name):
-            raise VerificationError(f"a layer is for {name!r:.200}, which is no file of a pipeline", where=where)
+            raise VerificationError(f"a layer names {name!r:.200}, which is not a file of a pipeline", where=where)
         if layer.media_type not in [LAYER_TYPE.format(kind) for kind in (*_KINDS, "weight.config", "code")]:
-            raise VerificationError(f"{name:.200} is a {layer.media_type:.100}, which is not read", where=where)
+            raise VerificationError(
+                f"{name:.200} has the media type {layer.media_type:.100}, which sdflow does not read", where=where
+            )
         files[name] = layer
     _require_apart([layer.annotations[FILE] for layer in manifest.layers], where)
     for name in (MANIFEST_FILE, INDEX_FILE):
         if name not in files:
-            raise VerificationError(f"it has no {name}: this is no pipeline of sdflow", where=where)
+            raise VerificationError(f"not an sdflow pipeline: it has no {name}", where=where)
     return files
 
 

@@ -111,9 +111,9 @@ def _require_space(out: Path, files: dict[str, Descriptor]) -> None:
     needed, free = sum(layer.size for layer in files.values()), shutil.disk_usage(out.parent).free
     if needed > free:
         raise CacheError(
-            f"the pipeline has {spell_bytes(needed)}, and {spell_bytes(free)} are free",
+            f"the pipeline needs {spell_bytes(needed)}, but only {spell_bytes(free)} are free",
             where=str(out.parent),
-            remedy="Free space, or name a folder on another disk.",
+            remedy="Free some space, or name a folder on another disk.",
         )
 
 

@@ -80,7 +80,7 @@ def push(
     registry.put_manifest(manifest, reference)
     exact = reference.at(f"sha256:{sha256(manifest).hexdigest()}")
     if registry.manifest(exact)[0] != manifest:
-        raise RegistryError("the registry keeps another manifest than was sent", where=str(reference))
+        raise RegistryError("the registry stores a different manifest than was sent", where=str(reference))
     return Pushed(reference, exact, tuple(sent.values()), tuple(kept), moved)
 
 
@@ -101,4 +101,4 @@ def _files(folder: Path, within: str = "") -> Iterator[str]:
         elif path.is_file() and inside(name):
             yield name
         else:
-            raise UsageError("is no file that can be sent", where=str(path), remedy="Move it away.")
+            raise UsageError("is not a regular file with a portable name", where=str(path), remedy="Move it away.")

@@ -59,7 +59,7 @@ class Registry:
         """Return the manifest of a tag or digest, and its digest. Raises VerificationError if the digest is wrong."""
         url = f"{self._base}/manifests/{reference.digest or reference.tag}"
         answer = self._send("GET", url, {"Accept": MANIFEST_TYPE})
-        self._require(answer, f"{reference} is not there")
+        self._require(answer, f"{reference} does not exist")
         content = bytes(answer.content)
         digest = f"sha256:{sha256(content).hexdigest()}"
         for named in (reference.digest, answer.headers.get("Docker-Content-Digest")):
@@ -74,7 +74,7 @@ class Registry:
         answer = self._send("HEAD", f"{self._base}/blobs/{digest}")
         if answer.status_code == 404:
             return False
-        self._require(answer, "the registry does not say what it has")
+        self._require(answer, "the registry cannot be asked for its blobs")
         return True
 
     def fetch(self, digest: str, size: int, out: Path, check: Callable[[int], None] = lambda done: None) -> None:
@@ -86,9 +86,9 @@ class Registry:
         with out.open("xb") as stream:
             for attempt in range(ATTEMPTS):
                 ranged = {"Range": f"bytes={done}-"} if done else {}
-                with self._failing(f"{digest} did not come", last=attempt == ATTEMPTS - 1):
+                with self._failing(f"{digest} was not received", last=attempt == ATTEMPTS - 1):
                     answer = self._send("GET", f"{self._base}/blobs/{digest}", ranged, stream=True)
-                    self._require(answer, f"{digest} is not there")
+                    self._require(answer, f"{digest} does not exist")
                     if done and answer.status_code != 206:
                         done, content = 0, sha256()
                         stream.seek(0)
@@ -111,13 +111,13 @@ class Registry:
 
     def upload(self, stream: IO[bytes], digest: str, size: int) -> None:
         """Upload a blob of `size` bytes from a stream. Raises RegistryError if the registry rejects it."""
-        refused = "the registry takes no blob"
+        refused = "the registry rejected a blob"
         begun = self._send("POST", f"{self._base}/blobs/uploads/")
         self._require(begun, refused)
         place = urljoin(begun.url, begun.headers.get("Location", ""))
         if urlsplit(place).netloc != self._host:  # the other host would receive the token
             raise RegistryError(
-                f"it wants the upload at another place, {urlsplit(place).netloc:.100}", where=self._where
+                f"it redirects the upload to another host, {urlsplit(place).netloc:.100}", where=self._where
             )
         place += f"{'&' if '?' in place else '?'}digest={digest}"
         headers = {"Content-Type": "application/octet-stream"}
@@ -130,7 +130,7 @@ class Registry:
     def put_manifest(self, content: bytes, reference: Reference) -> None:
         """Upload a manifest under a tag."""
         answer = self._send("PUT", f"{self._base}/manifests/{reference.tag}", {"Content-Type": MANIFEST_TYPE}, content)
-        self._require(answer, "the registry does not take the manifest")
+        self._require(answer, "the registry rejected the manifest")
 
     def _send(
         self, method: str, url: str, headers: Mapping[str, str] | None = None, data: Any = None, stream: bool = False
@@ -164,7 +164,7 @@ class Registry:
         try:
             found, _ = self._auth.authenticate_request(answer, {})
         except (AttributeError, TypeError, LookupError) as error:
-            raise Misled("it asks for credentials in words that oras does not know") from error
+            raise Misled("it asks for credentials in a form that oras does not support") from error
         self._authorization = {name: value for name, value in found.items() if name == "Authorization"}
 
     def _require(self, answer: Any, what: str) -> None:
@@ -198,7 +198,7 @@ class Registry:
 
     def _lies(self, what: str) -> VerificationError:
         return VerificationError(
-            what, where=self._where, remedy="Nothing was changed here. Tell who runs the registry."
+            what, where=self._where, remedy="Nothing was changed here. Report this to the registry's operator."
         )
 
     @contextmanager

@@ -19,10 +19,10 @@ def require_facts(facts: Any, name: str) -> Facts:
     """Raise PassError unless a pass returned a mapping that JSON can hold."""
     try:
         if not isinstance(facts, Mapping) or not all(isinstance(key, str) for key in facts):
-            raise TypeError(f"{facts!r:.60} is no map of facts")
+            raise TypeError(f"{facts!r:.60} is not a map of facts")
         canonical_json(facts)
     except (TypeError, ValueError, RecursionError) as error:
-        raise PassError(f"returned what is no fact: {error}", where=name, remedy=REMEDY) from error
+        raise PassError(f"returned invalid facts: {error}", where=name, remedy=REMEDY) from error
     return facts
 
 

@@ -178,7 +178,7 @@ def pipeline_facts(family: Family, configs: Mapping[str, Mapping[str, Any]]) -> 
         raise CheckpointError(
             f"the denoiser takes {channels} channels, but latents have {latents.channels}",
             where=f"{family.denoiser}/config.json",
-            remedy=f"Supported: {latents.channels}, and {2 * latents.channels + 1} of those made for inpainting.",
+            remedy=f"Supported are {latents.channels} channels, and {2 * latents.channels + 1} for inpainting.",
         )
     return {
         "image_size": latents.image_size,

@@ -15,7 +15,7 @@ from sdflow.sources.checkpoint import ORIGIN_KEYS
 from sdflow.sources.recognition import COMPONENT, UNKNOWN, Recognized, part_alone
 
 _OF_WEIGHTS = frozenset({"torch_dtype", "dtype"})
-"""Entries for the weights' type, which the files show and each graph has its own of."""
+"""Entries for the weights' type: the files show it, and each graph has its own."""
 _ABSENT = object()
 
 

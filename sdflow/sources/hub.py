@@ -271,9 +271,9 @@ def _local_snapshot(hub: HubReference) -> Path | None:
 
 def _not_local(hub: HubReference) -> CheckpointNotLocal:
     return CheckpointNotLocal(
-        "is not, or not completely, in the local hub cache",
+        "is missing from the local hub cache, or incomplete there",
         where=f"hf:{hub.repository}@{hub.revision}",
-        remedy="`sdflow run` downloads it (not with HF_HUB_OFFLINE=1).",
+        remedy="`sdflow run` downloads it, unless HF_HUB_OFFLINE=1 is set.",
     )
 
 

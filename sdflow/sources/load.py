@@ -160,7 +160,7 @@ def _empty_module(model: Model, config: Config, where: str) -> torch.nn.Module:
 
     require_size(config, where)
     with (
-        rejections(where, f"its configuration does not make a {model.class_name}"),
+        rejections(where, f"its configuration is invalid for {model.class_name}"),
         init_empty_weights(include_buffers=False),
     ):
         return model.empty(config)

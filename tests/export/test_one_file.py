@@ -232,7 +232,7 @@ def test_weights_may_be_in_the_graph(
 def test_a_size_that_the_model_cannot_draw_is_told(tiny_pipeline: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="height is 100 pixels"):
         exported(tiny_pipeline, tmp_path / "tiny.onnx", height=100)
-    with pytest.raises(UsageError, match="there are 0 images"):
+    with pytest.raises(UsageError, match="0 images were requested"):
         exported(tiny_pipeline, tmp_path / "tiny.onnx", images=0)
     assert list(tmp_path.iterdir()) == []
 

@@ -165,8 +165,8 @@ def test_a_report_that_cannot_be_written_does_not_cost_the_verdict(shell: Shell,
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        (("--prompt-2", "oil"), "knows no --prompt-2"),
-        (("--crop", "0x0"), "knows no --crop"),
+        (("--prompt-2", "oil"), "has no argument --prompt-2"),
+        (("--crop", "0x0"), "has no argument --crop"),
         (("--crop", "0"), "--crop: '0' is not of the form"),
     ],
 )

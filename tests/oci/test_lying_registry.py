@@ -125,13 +125,13 @@ BODIES: dict[str, tuple[Callable[[Handler], None], str]] = {
     "empty": (lambda handler: handler.send(b""), "ends after 0 of its"),
     "too long": (lambda handler: handler.send(b"base" * 5001), "longer than its 20,000 bytes"),
     "endless": (endless, "longer than its 20,000 bytes"),
-    "drips": (drip, "too slow|did not come"),
+    "drips": (drip, "too slow|was not received"),
     "dripping headers": (dripping_headers, "no answer within 1 seconds"),
     "an endless header": (endless_header, "line|no answer"),
     "compressed": (bomb, "compresses a response that was requested uncompressed"),
     "redirected in a circle": (redirect("{path}"), "redirects more than 5 times"),
-    "redirected to a file": (redirect("file:///etc/passwd"), "did not come|cannot be reached"),
-    "redirected to nowhere": (redirect("http://127.0.0.1:1/x"), "did not come|cannot be reached"),
+    "redirected to a file": (redirect("file:///etc/passwd"), "was not received|cannot be reached"),
+    "redirected to nowhere": (redirect("http://127.0.0.1:1/x"), "was not received|cannot be reached"),
     "redirected without end": (endless_redirect, "redirects more than 5 times"),
     "a login page": (lambda handler: handler.send(b"<html>log in</html>", {"Content-Type": "text/html"}), "ends after"),
     "an error without end": (
@@ -139,8 +139,8 @@ BODIES: dict[str, tuple[Callable[[Handler], None], str]] = {
         "longer than 10,000 bytes",
     ),
     "gone": (lambda handler: handler.send(b"", status=404), "is not there .status 404"),
-    "no HTTP": (lambda handler: (handler.wfile.write(b"SSH-2.0-OpenSSH\r\n"), handler.cut())[1], "did not come|reached"),
-    "silence": (lambda handler: time.sleep(2), "did not come|cannot be reached"),
+    "no HTTP": (lambda handler: (handler.wfile.write(b"SSH-2.0-OpenSSH\r\n"), handler.cut())[1], "was not received|reached"),
+    "silence": (lambda handler: time.sleep(2), "was not received|cannot be reached"),
 }  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def test_a_transfer_that_breaks_off_is_gone_on_with(registry: LyingRegistry, tmp
 
     registry.answer = answer
     if times > 2:
-        assert "did not come" in tried(registry, tmp_path / "fox")
+        assert "was not received" in tried(registry, tmp_path / "fox")
         assert ranges == [0, 5000, 10000]
     else:
         pull(parse_oci(f"oci://{registry.host}/fox:1"), tmp_path / "fox", PlainDigests(), limits=LIMITS)
@@ -231,7 +231,7 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "two but for case": (named("unet/MODEL.onnx"), "two layers are for"),
     "a file for a folder": (named("unet"), "two layers are for"),
     "a file in a file": (named("sdflow.json/x"), "two layers are for"),
-    "an archive": (with_layer(mediaType="application/vnd.cncf.model.weight.v1.tar"), "which is not read"),
+    "an archive": (with_layer(mediaType="application/vnd.cncf.model.weight.v1.tar"), "which sdflow does not read"),
     "a negative size": (with_layer(size=-1), "layers"),
     "a size in words": (with_layer(size="17"), "layers"),
     "a size that is true": (with_layer(size=True), "layers"),
@@ -257,10 +257,10 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         "it has README.md, which its sdflow.json does not name",
     ),
     "no tokenizer": (lambda m: m["layers"].remove(layer(m, "tokenizer/vocab.json")), "it lacks tokenizer/vocab.json"),
-    "a container image": (lambda m: m.update(artifactType="application/vnd.oci.image.config.v1+json"), "not a model"),
-    "an index": (lambda m: {"schemaVersion": 2, "manifests": []}, "no manifest of a model"),
+    "a container image": (lambda m: m.update(artifactType="application/vnd.oci.image.config.v1+json"), "not a ModelPack model"),
+    "an index": (lambda m: {"schemaVersion": 2, "manifests": []}, "not a model manifest"),
     "the first version": (lambda m: m.update(schemaVersion=1), "schemaVersion"),
-    "a list": (lambda m: [m], "no manifest"),
+    "a list": (lambda m: [m], "not a model manifest"),
     "thousands of layers": (lambda m: m.update(layers=[{}] * 11_000), "layers"),
 }  # fmt: skip
 
@@ -277,11 +277,11 @@ def test_a_manifest_that_lies(registry: LyingRegistry, tmp_path: Path, lie: str)
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "no manifest"),
+        (b"", "not a manifest"),
         (b"\xff\xfe", "not UTF-8"),
         (b"[" * 50_000, "nested too deeply"),
         (b'{"a": NaN}', "not a JSON number"),
-        (b"<html>", "no manifest"),
+        (b"<html>", "not a manifest"),
         (b" " * 200_000, "longer than 100,000 bytes"),
     ],
     ids=lambda value: repr(value[:8]),

@@ -243,8 +243,8 @@ def ran(folder: Path, body: str, model: Path | None = None) -> Any:
     [
         ("raise ValueError('bad')", r"mine.py:9: ValueError: bad while it ran\n.*\n  \| .*mine.py:9 in run: raise"),
         ("raise SystemExit(0)", r"mine.py:9: SystemExit: 0 while it ran"),
-        ("return None", r"mine.py: returned what is no fact: None is no map"),
-        ("return {'a': float('nan')}", "mine.py: returned what is no fact"),
+        ("return None", r"mine.py: returned invalid facts: None is not a map"),
+        ("return {'a': float('nan')}", "mine.py: returned invalid facts"),
         ("return {}", r"mine.py: wrote no model.onnx"),
         (
             "(out / 'model.onnx').write_bytes(b''); return {}",

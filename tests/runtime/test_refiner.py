@@ -239,7 +239,7 @@ def test_its_folder_is_that_of_the_refiner_and_says_that_it_wants_an_image(
     with pytest.raises(UsageError, match="requires a start image") as caught:
         generate(GenerateRequest(folder=folder, prompts=[PROMPT], out=tmp_path))
     assert caught.value.where == "--image"
-    with pytest.raises(UsageError, match="knows no prompt_2"):
+    with pytest.raises(UsageError, match="has no argument prompt_2"):
         ours(PROMPT, Image.new("RGB", (SIZE, SIZE)), prompt_2="ink")
 
 

@@ -61,7 +61,7 @@ def test_second_prompts_are_read_as_diffusers_reads_them(theirs: Any, second: An
         ({"target_size": 512}, "it is 512"),
         ({"original_size": (512.5, 512)}, r"it is \(512.5, 512\)"),
         ({"crops_coords_top_left": (-1, 0)}, r"it is \(-1, 0\)"),
-        ({"prompt_3": "a"}, "knows no prompt_3"),
+        ({"prompt_3": "a"}, "has no argument prompt_3"),
     ],
 )
 def test_a_value_that_an_argument_cannot_have_is_refused_by_the_arguments_name(
@@ -92,7 +92,7 @@ def folder(shell: Shell, family: str) -> str:
     ("family", "typed", "says"),
     [
         ("stable_diffusion_xl", ("--original-size", "0x0"), "--original-size: it is (0, 0)"),
-        ("stable_diffusion", ("--crop", "0x0"), "--crop: Stable Diffusion 1.x and 2.x knows no --crop"),
+        ("stable_diffusion", ("--crop", "0x0"), "--crop: Stable Diffusion 1.x and 2.x has no argument --crop"),
     ],
 )
 def test_what_is_wrong_is_said_of_the_option_that_was_typed(

@@ -209,7 +209,9 @@ class Family:
         if unknown := sorted(set(given) - set(self.arguments)):
             takes = f"it takes {', '.join(self.arguments)}" if self.arguments else "it takes none"
             raise UsageError(
-                f"{self.title} knows no {unknown[0]}", where=unknown[0], remedy=f"Besides the common ones {takes}."
+                f"{self.title} has no argument {unknown[0]}",
+                where=unknown[0],
+                remedy=f"Besides the common ones, {takes}.",
             )
         for name, value in given.items():
             parameter = self.arguments[name]

@@ -202,7 +202,7 @@ class Stock:
                 made.append(loading.load(folder, lane.loaded.threads, self._options))
                 if made[-1].base.place.stream is not None and len(self._lanes) > 1:
                     raise UsageError(
-                        f"{name} runs on a GPU, which supports only one lane; this server's CPU pipelines have {len(self._lanes)}",
+                        f"{name} runs on a GPU, which supports only one lane; this server's CPU pipelines use {len(self._lanes)}",
                         remedy="Serve it separately, or start this server with --lanes 1.",
                     )
             seconds = [warm(name, each, self._options) for each in made]

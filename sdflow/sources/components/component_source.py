@@ -112,7 +112,7 @@ class Source:
             if (found := other.submodels.get(part.name)) is not None
         }
         if len(submodels) < len(self.parts):
-            raise CheckpointError(f"has no {self.component}", where=self.reference, remedy="Name one that has it.")
+            raise CheckpointError(f"has no {self.component}", where=self.reference, remedy="Name a model that has one.")
         return Found(submodels, other.provenance)
 
     def _alone(self, parsed: SyntheticReference) -> Found:

@@ -132,11 +132,11 @@ def _require_fitting(checkpoint: Checkpoint, part: Part, net: SubmodelCheckpoint
     ]
     residuals = [{name for name in ports if is_residual(name)} for ports in (given, taken)]
     if residuals[0] != residuals[1]:
-        wrong.append(f"it gives {len(residuals[0])} tensors, but {checkpoint.reference} takes {len(residuals[1])}")
+        wrong.append(f"it outputs {len(residuals[0])} tensors, but {checkpoint.reference} takes {len(residuals[1])}")
     if latents.axes[1] != facts["latent_channels"]:  # inpainting denoisers take more, which are not a ControlNet's
         wrong.append(f"it takes latents of {latents.axes[1]} channels, not {facts['latent_channels']}")
     if (scale := part.model.scale(net.load["config"])) != facts["vae_scale_factor"]:
-        wrong.append(f"it downscales its image {scale} times, the VAE {facts['vae_scale_factor']} times")
+        wrong.append(f"it downscales its image by {scale}, but the VAE by {facts['vae_scale_factor']}")
     if wrong:
         remedy = f"Name a ControlNet for {family.title}, of the same generation."
         raise CheckpointError(wrong[0], where=reference, remedy=remedy)

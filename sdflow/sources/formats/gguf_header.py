@@ -132,7 +132,7 @@ class _Reader:
 
     def require(self, length: int) -> None:
         if length > self.size - self.place:
-            raise invalid(self.path, f"something of {length} bytes at byte {self.place} of {self.size}")
+            raise invalid(self.path, f"a field of {length} bytes at byte {self.place} of {self.size}")
 
     def number(self, kind: str) -> int:
         found: int = struct.unpack(kind, self.read(struct.calcsize(kind)))[0]

@@ -19,7 +19,7 @@ _BLOCK = 1 << 15
 """Values of a product per block, which stay in the processor's cache."""
 
 Tiles = Callable[[slice, slice], "Floats"]
-"""From rows and columns, with their ends, to these values of a product, in memory that the next call uses again."""
+"""Returns the values of a product in these rows and columns, as slices with ends; the next call reuses their memory."""
 
 
 def product(up: Floats, down: Floats, scale: np.float32 | float = 1.0) -> Floats:

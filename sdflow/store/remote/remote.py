@@ -248,7 +248,7 @@ class Remote:
             if self.unusable is not None:
                 return
             self.unusable = str(error)
-        self._say(f"the remote cache {self.spec.shown} is not used any more in this run: {error}")
+        self._say(f"the remote cache {self.spec.shown} is not used for the rest of this run: {error}")
 
     def _close(self, error: Exception) -> None:
         with self._lock:
@@ -256,7 +256,7 @@ class Remote:
                 return
             self.closed = str(error) if isinstance(error, Unusable | UsageError) else f"{type(error).__name__}: {error}"
         why = f"{self.closed}; run `sdflow cache push` later"
-        self._say(f"nothing more is pushed to {self.spec.shown} in this run: {why}")
+        self._say(f"nothing is pushed to {self.spec.shown} for the rest of this run: {why}")
 
     def _wrong(self, action: str, error: WrongBytes) -> None:
         """Quarantine the remote's wrong content and read nothing more from it in this run."""
@@ -269,7 +269,7 @@ class Remote:
         place = keep_bytes(self._layout, error.path, error.data, f"{self.spec.shown}: {error}")
         kept = f"; {'its answer' if error.data else 'the reason'} is in {place}" if place else ""
         self._say(
-            f"{self.spec.shown} returned wrong content: {error}{kept}; nothing more is fetched from it in this run"
+            f"{self.spec.shown} returned wrong content: {error}{kept}; nothing is fetched from it for the rest of this run"
         )
 
     def _say(self, text: str) -> None:

@@ -249,7 +249,7 @@ def test_a_download_that_broke_is_gone_on_with(one: Machine, other: Machine, mon
     monkeypatch.setattr(Share, "read", breaks)
     monkeypatch.setattr(share, "LINES", 1)
     assert other.fetch(action) is None
-    assert other.told == [f"the remote cache {other.url} is not used any more in this run: the line is cut"]
+    assert other.told == [f"the remote cache {other.url} is not used for the rest of this run: the line is cut"]
     (part,) = other.folder.glob("v1/incoming/*/model.onnx.data")
     data, whole = bytearray(part.read_bytes()), files["model.onnx.data"]
     came = [begin for begin in range(0, len(whole), MOST) if data[begin : begin + MOST] == whole[begin : begin + MOST]]
@@ -291,7 +291,7 @@ def test_a_remote_that_is_slow_is_left_when_building_takes_less(
     assert files_of(record) == files
     assert "from" not in record.built
     assert len(other.told) == 1
-    assert "is not used any more in this run: too slow: " in other.told[0]
+    assert "is not used for the rest of this run: too slow: " in other.told[0]
 
 
 def test_what_this_machine_has_is_not_fetched(one: Machine, other: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +352,7 @@ def test_a_remote_that_is_a_file_is_said_once_and_costs_nothing(tmp_path: Path) 
     for name in ("a", "b", "c"):
         assert files_of(machine.build(make_action(name)))
     assert len(machine.told) == 1
-    assert "is not used any more" in machine.told[0]
+    assert "is not used for the rest of this run" in machine.told[0]
 
 
 def test_a_package_that_is_not_installed_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +380,7 @@ def test_nobody_waits_for_a_push_that_cannot_go_on(
     one.again()
     one.build(make_action())
     assert ended == []
-    assert [text for text in one.told if "nothing more is pushed" in text] == one.told
+    assert [text for text in one.told if "nothing is pushed" in text] == one.told
     assert bool(one.told) == isinstance(error, ValueError)
 
 

@@ -78,25 +78,25 @@ def test_a_remote_that_cannot_be_written_is_said_once_and_read_from(served: tupl
     for name in ("new", "newer"):
         machine.build(make_action(name))
     assert len(machine.told) == 1, machine.told
-    assert "nothing more is pushed to http://127.0.0.1" in machine.told[0]
+    assert "nothing is pushed to http://127.0.0.1" in machine.told[0]
     assert machine.fetch(make_action("not there")) is None
     assert machine.remote.unusable is None
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
-    "gone": ({"kind": "drop"}, "is not used any more"),
-    "gone in the middle": ({"kind": "drop", "of": "pieces", "first": 2}, "is not used any more"),
-    "forbidden": ({"kind": 403}, "is not used any more in this run: ClientResponseError: 403"),
+    "gone": ({"kind": "drop"}, "is not used for the rest of this run"),
+    "gone in the middle": ({"kind": "drop", "of": "pieces", "first": 2}, "is not used for the rest of this run"),
+    "forbidden": ({"kind": 403}, "is not used for the rest of this run: ClientResponseError: 403"),
     "forbidden in the middle": ({"kind": 403, "of": "pieces", "first": 1}, "403"),
     "failing": ({"kind": 500}, "500"),
     "truncating": ({"kind": "truncate", "of": "pieces"}, "returned wrong content: pieces/"),
     "truncating manifests": ({"kind": "truncate", "of": "objects"}, "returned wrong content: objects/"),
     "lying": ({"kind": "flip", "of": "pieces"}, "returned wrong content: pieces/"),
     "lying of actions": ({"kind": "flip", "of": "actions"}, "returned wrong content: actions/"),
-    "stalling": ({"kind": "delay", "seconds": 30}, "is not used any more in this run: no answer"),
+    "stalling": ({"kind": "delay", "seconds": 30}, "is not used for the rest of this run: no answer"),
     "stalling in the middle": (
         {"kind": "delay", "seconds": 30, "of": "pieces"},
-        "is not used any more in this run: no answer",
+        "is not used for the rest of this run: no answer",
     ),
     "without pieces": ({"kind": 404, "of": "pieces"}, "has lost parts"),
 }
@@ -218,5 +218,5 @@ def test_a_full_store(s3: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         machine = Machine(tmp_path / "cache", url, timeout=5.0)
         record = machine.build(ACTION)
     assert files_of(record) == contents(ACTION)
-    assert "nothing more is pushed to" in machine.told[0]
+    assert "nothing is pushed to" in machine.told[0]
     assert len(machine.told) == 1, machine.told
