@@ -220,13 +220,13 @@ def with_layer(**fields: Any) -> Callable[[dict[str, Any]], None]:
 
 MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     **{
-        f"a file {name[:20]!r}": (named(name), "no file of a pipeline")
+        f"a file {name[:20]!r}": (named(name), "not a file of a pipeline")
         for name in (
             "../evil", "/etc/evil", "unet/../../evil", "..", ".", "", "unet//x", "unet/./x", "C:\\evil", "C:evil", "a\\..\\b",
             "unet/\0", "x" * 300, "y/" * 600 + "y", "//host/share/x", "unet/",
         )
     },
-    "no name": (with_layer(annotations={}), "no file of a pipeline"),
+    "no name": (with_layer(annotations={}), "not a file of a pipeline"),
     "two of a name": (named("unet/model.onnx"), "two layers are for"),
     "two but for case": (named("unet/MODEL.onnx"), "two layers are for"),
     "a file for a folder": (named("unet"), "two layers are for"),
