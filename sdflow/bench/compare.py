@@ -44,8 +44,11 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """differences: of machine, versions and settings, non-empty only if forced. pipeline: differences of the
-    pipelines."""
+    """Two results of `sdflow bench`, engine by engine.
+
+    differences: of machine, versions and settings, non-empty only if forced. pipeline: differences of the
+    pipelines.
+    """
 
     rows: tuple[Compared, ...]
     differences: tuple[Difference, ...]

@@ -36,7 +36,10 @@ class Memory:
 
 
 class Device:
-    """kind: "cuda" or "cpu". index: of torch."""
+    """The device that a benchmark runs on.
+
+    kind: "cuda" or "cpu". index: of torch.
+    """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

@@ -23,7 +23,10 @@ Drawn = Callable[[str], "Mapping[SweepPoint, np.ndarray]"]
 
 @dataclass(frozen=True)
 class Tolerance:
-    """distance: the largest right one. source: of that figure."""
+    """How far an image may be from the reference.
+
+    distance: the largest right one. source: of that figure.
+    """
 
     distance: float
     source: str

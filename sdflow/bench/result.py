@@ -75,7 +75,9 @@ class Measurement:
 
 @dataclass(frozen=True)
 class EngineResult:
-    """status: "failed" if it could not be loaded, or in at least one case; `reason` says why.
+    """The result of one engine.
+
+    status: "failed" if it could not be loaded, or in at least one case; `reason` says why.
 
     provider: what computes. dtype: of weights and activations. load_seconds: until it could be called. host_bytes,
     device_bytes: memory added by loading it and generating its first image.

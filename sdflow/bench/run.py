@@ -51,7 +51,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """folder: the pipeline's. engines: names; none for the default ones of this machine. check: verify the model files
+    """The arguments of a `sdflow bench` run.
+
+    folder: the pipeline's. engines: names; none for the default ones of this machine. check: verify the model files
     against the digests of the build, and compare every image with PyTorch's in float32.
 
     fewer: approximations, each measured next to the exact engine.

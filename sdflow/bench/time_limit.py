@@ -54,8 +54,11 @@ def within(seconds: float | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TorchState:
-    """modes: number of entered modes, for operators and for functions. keys: of the dispatcher, included and
-    excluded."""
+    """PyTorch's per-thread state, to be restored after an interruption.
+
+    modes: number of entered modes, for operators and for functions. keys: of the dispatcher, included and
+    excluded.
+    """
 
     modes: tuple[int, int]
     keys: tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]

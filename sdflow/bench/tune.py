@@ -81,7 +81,10 @@ def verdict_of(ratios: Sequence[float]) -> str:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """tuning: the chosen options. ratio: time relative to the untuned pipeline. file: where the tuning is stored."""
+    """The result of `sdflow tune`.
+
+    tuning: the chosen options. ratio: time relative to the untuned pipeline. file: where the tuning is stored.
+    """
 
     target: str
     tuning: Tuning

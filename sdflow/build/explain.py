@@ -1,4 +1,4 @@
-"""What differs between two actions of a step, in words: why it is built anew."""
+"""Describe the differences between two actions of a step: why it is rebuilt."""
 
 from __future__ import annotations
 

@@ -14,9 +14,11 @@ LORA = "LoRA"
 
 @dataclass(frozen=True)
 class Input:
-    """role: "model", "component NAME", "ControlNet NAME", "IP-Adapter 1", "LoRA". reference: as in the workflow.
-    origin:
-    identifies the content: kind, commit, path, files. place: the folder or file, if known."""
+    """A source that a pipeline is built from.
+
+    role: "model", "component NAME", "ControlNet NAME", "IP-Adapter 1", "LoRA". reference: as in the workflow. origin:
+    identifies the content: kind, commit, path, files. place: the folder or file, if known.
+    """
 
     role: str
     reference: str

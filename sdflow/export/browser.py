@@ -54,9 +54,12 @@ WEB_OPERATORS = frozenset(
 
 @dataclass(frozen=True)
 class BrowserWanted:
-    """scheduler, steps, guidance_scale: the page's initial settings; None: the pipeline's. checker: include the safety
+    """Options of an export for browsers.
+
+    scheduler, steps, guidance_scale: the page's initial settings; None: the pipeline's. checker: include the safety
     checker, if any. height, width: the page's initial size; None: the model's. file_bytes: maximum bytes of weights per
-    file."""
+    file.
+    """
 
     runtime: Runtime
     scheduler: str | None = None
@@ -70,8 +73,11 @@ class BrowserWanted:
 
 @dataclass(frozen=True)
 class BrowserExport:
-    """weights: a visitor's download in bytes, in `files` files. page: the page's files. schedule: the initial one.
-    float16: whether WebGPU needs shader-f16. left_out: see `Exported`."""
+    """An exported folder with a page.
+
+    weights: a visitor's download in bytes, in `files` files. page: the page's files. schedule: the initial one.
+    float16: whether WebGPU needs shader-f16. left_out: see `Exported`.
+    """
 
     folder: Path
     weights: int
@@ -185,8 +191,11 @@ def _require_operators(model: Any, name: str) -> None:
 
 @dataclass(frozen=True)
 class _Schedules:
-    """own: the default schedule. tables: steps -> runs, draws, and offset of its numbers in `content`: the timesteps,
-    then the rows of the table, all little-endian float32."""
+    """The schedules that the page can choose from.
+
+    own: the default schedule. tables: steps -> runs, draws, and offset of its numbers in `content`: the timesteps,
+    then the rows of the table, all little-endian float32.
+    """
 
     own: Coefficients
     tables: Mapping[int, Mapping[str, int]]

@@ -63,9 +63,12 @@ class Form:
 
 @dataclass(frozen=True)
 class Composed:
-    """model: a ModelProto. ids: its token id inputs -> the companion that makes them, and whether they are negative
+    """A pipeline as one graph.
+
+    model: a ModelProto. ids: its token id inputs -> the companion that makes them, and whether they are negative
     prompts'.
-    lengths: companion -> tokens per text. templates: companion -> both halves of its chat template."""
+    lengths: companion -> tokens per text. templates: companion -> both halves of its chat template.
+    """
 
     model: onnx.ModelProto
     ids: Mapping[str, tuple[str, bool]]

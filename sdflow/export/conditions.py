@@ -30,11 +30,14 @@ TOKENIZER = "tokenizer"
 
 @dataclass(frozen=True)
 class Traced:
-    """model: a ModelProto with inputs `ids`, height and width of the image in pixels, and the guidance scale; its
+    """The graph from token ids to the denoiser's inputs.
+
+    model: a ModelProto with inputs `ids`, height and width of the image in pixels, and the guidance scale; its
     outputs are the denoiser's inputs. ids: token id input -> the companion that makes it, and whether it is the
     negative prompts'.
     lengths: companion -> tokens per text. templates: companion -> prefix and suffix of its chat template, if any.
-    tokens: sizes of the denoiser's token axes."""
+    tokens: sizes of the denoiser's token axes.
+    """
 
     model: Any
     ids: Mapping[str, tuple[str, bool]]

@@ -19,10 +19,13 @@ BODY = "denoising"
 
 @dataclass(frozen=True)
 class Loop:
-    """model: the denoiser's ModelProto; moving, output: its names. conditions: its inputs other than latents and
+    """The denoising loop to compose.
+
+    model: the denoiser's ModelProto; moving, output: its names. conditions: its inputs other than latents and
     timestep -> values, with a row per image or one for all; with guidance the negative prompts' rows come first. draws:
     whether the scheduler draws noises. shape: of the latents, if fixed; sizes: then of all of the model's axes, which
-    avoids shape arithmetic and repeated work per round (`sdflow.export.once`). offset: added to the guidance scale."""
+    avoids shape arithmetic and repeated work per round (`sdflow.export.once`). offset: added to the guidance scale.
+    """
 
     model: Any
     name: str

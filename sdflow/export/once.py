@@ -29,8 +29,11 @@ MOST = 7
 
 @dataclass(frozen=True)
 class Cut:
-    """model: ModelProto of the denoiser that takes `time_values` in place of a timestep, and with guidance the latents
-    once. timestep: ModelProto from timesteps, its input `given`, to the time values, one row per timestep."""
+    """A denoiser without the parts that run before the loop.
+
+    model: ModelProto of the denoiser that takes `time_values` in place of a timestep, and with guidance the latents
+    once. timestep: ModelProto from timesteps, its input `given`, to the time values, one row per timestep.
+    """
 
     model: Any
     timestep: Any

@@ -57,9 +57,12 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Exported:
-    """files: the graph, weights, and the JSON that describes it -> bytes. inputs, outputs: the graph's, with types and
+    """An exported graph.
+
+    files: the graph, weights, and the JSON that describes it -> bytes. inputs, outputs: the graph's, with types and
     shapes.
-    left_out: parts of `sdflow generate` that the export lacks, with the equivalent option."""
+    left_out: parts of `sdflow generate` that the export lacks, with the equivalent option.
+    """
 
     files: Mapping[Path, int]
     inputs: tuple[str, ...]

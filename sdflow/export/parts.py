@@ -26,9 +26,12 @@ TIMESTEP, PREDICTION = "timestep", "prediction"
 
 @dataclass(frozen=True)
 class Parts:
-    """models: name above -> ModelProto, whose external data is `SUBMODEL/model.onnx.data` of the pipeline folder.
+    """The graphs of a pipeline exported in parts.
+
+    models: name above -> ModelProto, whose external data is `SUBMODEL/model.onnx.data` of the pipeline folder.
     conditions: the text graph's outputs that the denoiser reads. traced: how prompts become these. guided: whether each
-    has a row for the negative prompt first."""
+    has a row for the negative prompt first.
+    """
 
     models: Mapping[str, Any]
     conditions: tuple[str, ...]

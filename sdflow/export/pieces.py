@@ -31,8 +31,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Buffer:
-    """path: its name in the graph. spans: its content, each padded to ALIGNED. files: names and sizes of the files to
-    join."""
+    """A buffer of weights in the browser.
+
+    path: its name in the graph. spans: its content, each padded to ALIGNED. files: names and sizes of the files to
+    join.
+    """
 
     path: str
     spans: tuple[Span, ...]

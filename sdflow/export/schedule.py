@@ -28,9 +28,12 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Coefficients:
-    """timesteps: one per run of the denoiser, float32 (runs,). table: float32 (runs + 1, 1 + draws + runs): one row per
+    """A scheduler's steps as coefficients.
+
+    timesteps: one per run of the denoiser, float32 (runs,). table: float32 (runs + 1, 1 + draws + runs): one row per
     run for its input, and one for the result; columns are the first noise, each noise that the scheduler draws, and
-    each output of the denoiser. scheduler, steps, eta: its origin."""
+    each output of the denoiser. scheduler, steps, eta: its origin.
+    """
 
     scheduler: str
     steps: int

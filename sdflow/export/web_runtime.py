@@ -27,7 +27,10 @@ INSTALL = f"npm install --ignore-scripts {PACKAGE}@{VERSION}"
 
 @dataclass(frozen=True)
 class Runtime:
-    """url: of the folder that the page loads it from. files: to copy next to the page."""
+    """ONNX Runtime Web, as the page uses it.
+
+    url: of the folder that the page loads it from. files: to copy next to the page.
+    """
 
     url: str
     files: tuple[Path, ...] = ()

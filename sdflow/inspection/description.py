@@ -15,7 +15,9 @@ DRAWS_WITH = "draws with"
 
 @dataclass(frozen=True)
 class Description:
-    """kind: in words. of: titles of the models that it is of or for. architecture: the shipped one with its shapes.
+    """What `sdflow inspect` says about a file or folder.
+
+    kind: in words. of: titles of the models that it is of or for. architecture: the shipped one with its shapes.
     precision: of its weights. missing: what a pipeline needs besides. details: further facts by name. notes: for the
     user. workflow: lines of a workflow that uses it. command: a command that uses it.
     """

@@ -50,7 +50,10 @@ _here = _Registered()
 
 @dataclass(frozen=True)
 class Plugins:
-    """devices: provider -> `OrtEpDevice`s that it offers, best first. missing: provider -> why it offers none."""
+    """The plugin providers of this machine.
+
+    devices: provider -> `OrtEpDevice`s that it offers, best first. missing: provider -> why it offers none.
+    """
 
     devices: Mapping[str, list[Any]]
     missing: Mapping[str, str]

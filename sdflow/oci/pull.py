@@ -29,7 +29,10 @@ _FOREIGN = "It was not pushed by `sdflow push`, or changed since."
 
 @dataclass(frozen=True)
 class Pulled:
-    """exact: reference by digest. fetched: downloaded files. kept: files copied locally. bytes: downloaded."""
+    """A pulled pipeline.
+
+    exact: reference by digest. fetched: downloaded files. kept: files copied locally. bytes: downloaded.
+    """
 
     exact: Reference
     folder: Path

@@ -24,7 +24,10 @@ from sdflow.verify.folder.provenance import compare_with_provenance
 
 @dataclass(frozen=True)
 class Pushed:
-    """exact: reference by manifest digest. sent: uploaded files. kept: files the repository had. bytes: uploaded."""
+    """A pushed pipeline.
+
+    exact: reference by manifest digest. sent: uploaded files. kept: files the repository had. bytes: uploaded.
+    """
 
     reference: Reference
     exact: Reference

@@ -19,8 +19,11 @@ BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class Limits:
-    """seconds: between bytes. answer: seconds until an answer begins, and for the whole of one that is not a blob.
-    manifest, other: bytes of such answers. rate: minimum bytes per second of a blob, over `window` seconds."""
+    """Limits on a registry's answers.
+
+    seconds: between bytes. answer: seconds until an answer begins, and for the whole of one that is not a blob.
+    manifest, other: bytes of such answers. rate: minimum bytes per second of a blob, over `window` seconds.
+    """
 
     seconds: float = 30
     answer: float = 120

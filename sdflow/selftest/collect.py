@@ -35,7 +35,10 @@ _NAMED = ("onnxruntime", "tensorrt", "openvino", "migraphx", "windowsml", "sdflo
 
 @dataclass(frozen=True)
 class LeftOut:
-    """file: its name below the folder. why: in words."""
+    """A file that is not in the table.
+
+    file: its name below the folder. why: in words.
+    """
 
     file: str
     why: str
@@ -43,8 +46,11 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Collected:
-    """reports: file names and reports, in the table's order. left_out: files that are not reports, or contradict
-    themselves."""
+    """The self-test reports of a folder.
+
+    reports: file names and reports, in the table's order. left_out: files that are not reports, or contradict
+    themselves.
+    """
 
     reports: tuple[tuple[str, Report], ...]
     left_out: tuple[LeftOut, ...]

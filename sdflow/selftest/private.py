@@ -40,7 +40,10 @@ _OURS = frozenset(each.name for kind in (Report, Ran, DrawnPair) for each in fie
 
 @dataclass(frozen=True)
 class Private:
-    """folders: absolute paths to replace everywhere, the longest first. names: of users and machines."""
+    """Replaces personal data in a report.
+
+    folders: absolute paths to replace everywhere, the longest first. names: of users and machines.
+    """
 
     folders: tuple[str, ...]
     names: tuple[str, ...]

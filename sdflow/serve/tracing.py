@@ -19,7 +19,10 @@ RECORD: ContextVar[Callable[[str, float, Mapping[str, Any]], None] | None] = Con
 
 
 class Tracing:
-    """endpoint: the collector's URL, such as http://localhost:4318."""
+    """Sends spans of requests to a collector.
+
+    endpoint: the collector's URL, such as http://localhost:4318.
+    """
 
     def __init__(self, endpoint: str) -> None:
         """Raises UsageError if OpenTelemetry is not installed."""

@@ -139,8 +139,11 @@ class _NoIndex(Exception):
 
 @dataclass(frozen=True)
 class Repository:
-    """configurations: a folder with the repository's model_index.json and its components' config.json, without weights;
-    None without a model_index.json. files: all files of the repository."""
+    """The description of a hub repository.
+
+    configurations: a folder with the repository's model_index.json and its components' config.json, without weights;
+    None without a model_index.json. files: all files of the repository.
+    """
 
     configurations: Path | None
     files: tuple[str, ...]

@@ -39,8 +39,11 @@ from sdflow.sources.weight_files import refuse_pickle
 
 
 class _Description(NamedTuple):
-    """fitting: the architectures with the file's shapes. said: its hints about its prediction. names: of its tensors;
-    for a pickle, only their prefixes."""
+    """What a file's tensors reveal about its model.
+
+    fitting: the architectures with the file's shapes. said: its hints about its prediction. names: of its tensors;
+    for a pickle, only their prefixes.
+    """
 
     fitting: list[str]
     said: Sequence[Said]

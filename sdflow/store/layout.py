@@ -108,7 +108,7 @@ def cache_error(root: Path, error: OSError, *, written: int | None = None) -> Ca
         what = f"{limit}{so_far}: {free_bytes(root):,} bytes are free ({error.strerror})"
         remedy = (
             "Nothing was lost: finished steps are kept. Free some space, for example with "
-            "`sdflow cache gc --max-size`, or put the cache on a larger disk; the next run goes on from here."
+            "`sdflow cache gc --max-size`, or put the cache on a larger disk; the next run resumes from here."
         )
     elif error.errno in READ_ONLY:
         what = f"the cache cannot be written ({error.strerror})"

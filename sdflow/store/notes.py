@@ -45,7 +45,7 @@ class Notes:
         return None if body is None else Action(body["action"])
 
     def remember_failure(self, step_id: str, action: Action, error: str) -> None:
-        """Note a failure for `explain`. It is no result and part of no key."""
+        """Note a failure for `explain`. It is neither a result nor part of a key."""
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         path = self._path(step_id, "-failed")
         self._remember(path, step=step_id, action=action.content, at=at, error=error[:MOST_SAID])

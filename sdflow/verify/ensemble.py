@@ -35,8 +35,11 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class EnsembleRequest:
-    """base, refiner: what PyTorch loads; the base's selection and `out` apply to both. folders: of the two pipelines.
-    hand_over: the fraction of the way from noise to image at which the refiner takes over."""
+    """What the joint image of a base and its refiner is generated from.
+
+    base, refiner: what PyTorch loads; the base's selection and `out` apply to both. folders: of the two pipelines.
+    hand_over: the fraction of the way from noise to image at which the refiner takes over.
+    """
 
     base: ReferenceRequest
     refiner: ReferenceRequest

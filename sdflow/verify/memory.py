@@ -82,8 +82,11 @@ class GraphSize:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """needed: maximum bytes. streamed: submodel -> bytes of its weights, as float32, in memory at a time; others are
-    loaded whole."""
+    """How much memory a verification takes, and what runs block by block.
+
+    needed: maximum bytes. streamed: submodel -> bytes of its weights, as float32, in memory at a time; others are
+    loaded whole.
+    """
 
     needed: int
     streamed: Mapping[str, int]

@@ -49,8 +49,11 @@ class Interval:
 
 @dataclass(frozen=True)
 class Reuse:
-    """every: in the interval, the first of every this many runs is computed in full, and the others reuse its deep
-    features. layers: number of outermost layers computed in those. Raises UsageError for invalid numbers."""
+    """Reuse of the denoiser's deep features.
+
+    every: in the interval, the first of every this many runs is computed in full, and the others reuse its deep
+    features. layers: number of outermost layers computed in those. Raises UsageError for invalid numbers.
+    """
 
     every: int = 2
     interval: Interval = Interval()

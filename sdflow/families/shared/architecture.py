@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Architecture:
-    """like: the architecture that it equals except for the JSON entries in its own folder; "": it is complete.
+    """How a shipped architecture is stored.
+
+    like: the architecture that it equals except for the JSON entries in its own folder; "": it is complete.
     borrowed: companion -> `ARCHITECTURE/FOLDER` that has it. marked: it differs from `like` only in what the denoiser
     predicts or how it is guided, so a file only counts as this one if the file or the user says so.
     """

@@ -32,7 +32,10 @@ _TRAINED = 1000
 
 @dataclass(frozen=True)
 class GuidanceLimits:
-    """truncation: fraction of the noise after which guidance ends. normalization: limit of the norm; 0: none."""
+    """Limits on classifier-free guidance.
+
+    truncation: fraction of the noise after which guidance ends. normalization: limit of the norm; 0: none.
+    """
 
     truncation: float = 1.0
     normalization: float = 0.0

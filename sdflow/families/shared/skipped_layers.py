@@ -34,7 +34,10 @@ ARGUMENTS: Mapping[str, Parameter] = {
 
 @dataclass(frozen=True)
 class SkippedLayers:
-    """layers: blocks to skip. start, stop: fractions of the steps; applies strictly between them."""
+    """Settings of skip-layer guidance.
+
+    layers: blocks to skip. start, stop: fractions of the steps; applies strictly between them.
+    """
 
     layers: tuple[int, ...]
     scale: float = 2.8

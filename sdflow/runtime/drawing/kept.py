@@ -36,9 +36,12 @@ def require_blur(
 
 @dataclass(frozen=True)
 class Kept:
-    """pixels: of the start image, float32 (images, height, width, 3) in [0, 1]. drawn: weight of the generated pixels,
+    """The area of the start image that a mask keeps.
+
+    pixels: of the start image, float32 (images, height, width, 3) in [0, 1]. drawn: weight of the generated pixels,
     float32 (masks, height, width, 1) in [0, 1]; 0 keeps the original. Fewer images and masks than generated images are
-    repeated in order."""
+    repeated in order.
+    """
 
     pixels: torch.Tensor
     drawn: torch.Tensor

@@ -30,7 +30,10 @@ FOLDER_VARIABLE = "SDFLOW_TUNING"
 
 @dataclass(frozen=True)
 class Recorded:
-    """tuning: to load the pipeline with. note: for the user: its origin, or why none applies; may be empty."""
+    """A stored result of `sdflow tune`.
+
+    tuning: to load the pipeline with. note: for the user: its origin, or why none applies; may be empty.
+    """
 
     tuning: Tuning
     note: str = ""

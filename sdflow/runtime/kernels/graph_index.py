@@ -12,7 +12,10 @@ Known = Mapping[str, tuple[int, list[int]]]
 
 
 class GraphIndex:
-    """nodes: the graph's nodes in topological order, referred to by index."""
+    """Lookups in one graph.
+
+    nodes: the graph's nodes in topological order, referred to by index.
+    """
 
     def __init__(self, graph: Any, known: Known) -> None:
         self.nodes = list(graph.node)

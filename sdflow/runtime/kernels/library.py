@@ -60,7 +60,10 @@ _own_copies: dict[Path, Path] = {}
 
 @dataclass(frozen=True)
 class Ready:
-    """library: for `SessionOptions.register_custom_ops_library`. wrong: unusable part -> reason."""
+    """A compiled and tested library.
+
+    library: for `SessionOptions.register_custom_ops_library`. wrong: unusable part -> reason.
+    """
 
     library: Path
     wrong: dict[str, str]

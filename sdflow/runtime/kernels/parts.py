@@ -19,8 +19,11 @@ INT8 = "int8"
 
 @dataclass(frozen=True)
 class Part:
-    """sources: in compilation order. operators: ONNX operators that its kernels implement. hopper: only for Hopper
-    GPUs. since: first compute capability, if older than that of the other parts."""
+    """A part of the kernel library.
+
+    sources: in compilation order. operators: ONNX operators that its kernels implement. hopper: only for Hopper
+    GPUs. since: first compute capability, if older than that of the other parts.
+    """
 
     name: str
     sources: tuple[str, ...]

@@ -33,7 +33,10 @@ class Replacement:
 
 @dataclass(frozen=True)
 class _Attention:
-    """heads: the values of query, key and value, each with its layout."""
+    """An attention as it is matched.
+
+    heads: the values of query, key and value, each with its layout.
+    """
 
     heads: tuple[tuple[str, str], ...]
     count: int

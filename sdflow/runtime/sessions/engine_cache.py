@@ -87,7 +87,10 @@ class Profile:
 
 @dataclass(frozen=True)
 class EngineFolders:
-    """engines: of one model. timing: shared by all models on this machine."""
+    """The folders for a provider's compiled files.
+
+    engines: of one model. timing: shared by all models on this machine.
+    """
 
     engines: Path
     timing: Path

@@ -59,7 +59,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Moved:
-    """engines: number copied. there: already on the other side. others: of other machines, skipped."""
+    """The result of pushing or pulling engines.
+
+    engines: number copied. there: already on the other side. others: of other machines, skipped.
+    """
 
     engines: int
     there: int

@@ -37,7 +37,10 @@ Tell = Callable[[Message], None]
 
 @dataclass(eq=False)
 class _Lane:
-    """rest, idle: see `Lanes.add`. chores: calls to run in the lane's thread between steps."""
+    """An engine in its thread.
+
+    rest, idle: see `Lanes.add`. chores: calls to run in the lane's thread between steps.
+    """
 
     engine: Engine
     rest: Callable[[], None]

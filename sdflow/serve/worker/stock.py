@@ -44,7 +44,10 @@ class _Lane:
 
 
 class Stock:
-    """loaded: the lanes, with some of the pipelines. tell: receives the results of loading."""
+    """The pipelines of a worker.
+
+    loaded: the lanes, with some of the pipelines. tell: receives the results of loading.
+    """
 
     def __init__(self, options: WorkerOptions, loaded: list[LoadedLane], tell: Callable[[Message], None]) -> None:
         self._options, self._tell = options, tell

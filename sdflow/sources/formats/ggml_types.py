@@ -10,7 +10,10 @@ from typing import NamedTuple
 
 
 class GgmlType(NamedTuple):
-    """block: values per block. size: bytes per block."""
+    """A tensor type of GGUF.
+
+    block: values per block. size: bytes per block.
+    """
 
     name: str
     block: int

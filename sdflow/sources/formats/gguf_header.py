@@ -41,7 +41,10 @@ _BUFFER = 1 << 20
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """shape: in safetensors' order. kind: of `TYPES`. offset: relative to the first tensor."""
+    """A tensor as listed in a GGUF header.
+
+    shape: in safetensors' order. kind: of `TYPES`. offset: relative to the first tensor.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -51,7 +54,10 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """size: of the file. data_begin: offset of the first tensor."""
+    """The header of a GGUF file.
+
+    size: of the file. data_begin: offset of the first tensor.
+    """
 
     values: Mapping[str, Value]
     tensors: tuple[TensorInfo, ...]

@@ -24,7 +24,10 @@ _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 @dataclass(frozen=True)
 class PlainTensor(StoredTensor):
-    """begin: offset of its bytes in the file."""
+    """An unquantized tensor in a file.
+
+    begin: offset of its bytes in the file.
+    """
 
     begin: int
 

@@ -195,8 +195,11 @@ _LARGEST_GROUP = 4**8
 
 @dataclass(frozen=True)
 class ScaledTensor(StoredTensor):
-    """begin: offset of the values in the file, one byte each. scale: one number, or a column. group: columns rotated
-    together; None without rotation."""
+    """A float8 or int8 weight with its scales.
+
+    begin: offset of the values in the file, one byte each. scale: one number, or a column. group: columns rotated
+    together; None without rotation.
+    """
 
     begin: int
     scale: NDArray[np.float32] = field(compare=False)

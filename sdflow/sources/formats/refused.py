@@ -13,7 +13,10 @@ _PLAIN = "Use the model's float16, bfloat16, float8 or GGUF file."
 
 @dataclass(frozen=True)
 class _Kind:
-    """name: of the format. what: its description. holds: whether a file with tensors of these names has it."""
+    """An unsupported format.
+
+    name: of the format. what: its description. holds: whether a file with tensors of these names has it.
+    """
 
     name: str
     what: str

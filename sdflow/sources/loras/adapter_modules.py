@@ -38,10 +38,13 @@ class Unfit(ValueError):
 
 @dataclass(frozen=True)
 class AdapterModule:
-    """names: the module's tensors, by role. values: those read at once. alpha: its value. places: the weights to
+    """A file's tensors for one module.
+
+    names: the module's tensors, by role. values: those read at once. alpha: its value. places: the weights to
     change.
     shapes: of all parameters of the submodel. config_kind, config_rank: kind and rank from PEFT's configuration.
-    config_scale: its scale for a rank."""
+    config_scale: its scale for a rank.
+    """
 
     path: Path
     names: Mapping[Role, str]

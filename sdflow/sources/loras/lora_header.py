@@ -46,8 +46,11 @@ _PEFT_NAMES = "base_model."
 
 @dataclass(frozen=True)
 class LoraHeader:
-    """names: the file's parsed tensors. entries: all of them. configs: PEFT's, by submodel. has_config: whether the
-    configuration is a separate file, which is then part of the LoRA."""
+    """The interpreted header of a LoRA file.
+
+    names: the file's parsed tensors. entries: all of them. configs: PEFT's, by submodel. has_config: whether the
+    configuration is a separate file, which is then part of the LoRA.
+    """
 
     names: Mapping[str, LoraName]
     entries: Mapping[str, TensorEntry]

@@ -24,8 +24,11 @@ _LINKS = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 
 @dataclass(frozen=True)
 class RemoteSpec:
-    """url: for fsspec. push: upload results. timeout: seconds without an answer until the run gives the remote up.
-    trust: signers, one of whom must have signed each entry, unless empty. name: shown instead of the URL."""
+    """A remote cache as configured.
+
+    url: for fsspec. push: upload results. timeout: seconds without an answer until the run gives the remote up.
+    trust: signers, one of whom must have signed each entry, unless empty. name: shown instead of the URL.
+    """
 
     url: str
     push: bool = False

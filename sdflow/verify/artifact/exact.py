@@ -61,9 +61,12 @@ OTHER_GRAPH += "that does not help, remove passes and fusions one by one (--set)
 
 @dataclass(frozen=True)
 class Proof:
-    """findings: on recipes and stored weights. weights: number of weights recomputed. outputs: of the exact run; none
+    """The result of the first part of the proof, for one submodel.
+
+    findings: on recipes and stored weights. weights: number of weights recomputed. outputs: of the exact run; none
     for a float32 artifact, whose own run is exact. problems: why the graph fails. missing: why it was not run. block: where
-    it deviates."""
+    it deviates.
+    """
 
     findings: Sequence[Finding]
     weights: int

@@ -13,7 +13,9 @@ from sdflow.verify.reference.torch_module import TorchModule
 
 @dataclass(frozen=True)
 class JudgeRequest:
-    """folder: an assembled pipeline of the named family. reference: folder of the reference's results. out: for PNGs.
+    """What to compare, and how.
+
+    folder: an assembled pipeline of the named family. reference: folder of the reference's results. out: for PNGs.
     modules: the PyTorch models, for roundings in several ways. recipes: the structures that the weights were bound to;
     unproved: why a submodel has none. allow_fallback: missing kernels are only warnings. quantized: `to` and `limit` of
     each submodel that sdflow.json lists as quantized. tuning: the choice of `sdflow tune` for run_on. memory: limit in

@@ -28,7 +28,9 @@ NAMED = 10
 
 @dataclass(frozen=True)
 class Overflow:
-    """findings: nodes whose values leave float16's range, as errors, or come near, as warnings; the largest first.
+    """The values of an artifact that leave float16's range, or come near its limits.
+
+    findings: nodes whose values leave float16's range, as errors, or come near, as warnings; the largest first.
 
     suspects: names of the nodes that output or read a value out of range, in the order of the graph.
     """

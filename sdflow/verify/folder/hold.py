@@ -23,8 +23,11 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class FolderRequest:
-    """folder: an assembled pipeline. source: its checkpoint's files. whole: all submodels for generating are verified,
-    so tokenizers and schedules are run, too."""
+    """What to compare.
+
+    folder: an assembled pipeline. source: its checkpoint's files. whole: all submodels for generating are verified,
+    so tokenizers and schedules are run, too.
+    """
 
     folder: Path
     source: Source
@@ -33,7 +36,10 @@ class FolderRequest:
 
 @dataclass(frozen=True)
 class Held:
-    """findings: deviations from the checkpoint. coverage: what was compared, in words."""
+    """The result of comparing a folder with its checkpoint.
+
+    findings: deviations from the checkpoint. coverage: what was compared, in words.
+    """
 
     findings: tuple[Finding, ...]
     coverage: str

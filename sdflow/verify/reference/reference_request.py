@@ -13,9 +13,12 @@ from sdflow.verify.reference.torch_module import LoraMerge
 
 @dataclass(frozen=True)
 class ReferenceRequest:
-    """family: its name. loads: submodel -> how to load it. companions: the family's -> folder. options: the family's.
+    """What the reference computes.
+
+    family: its name. loads: submodel -> how to load it. companions: the family's -> folder. options: the family's.
     scheduler: name of the one that replaces the stored one. bfloat16: submodels whose 16-bit type is bfloat16. most:
-    submodel -> limit in bytes for its weights in memory, if they do not fit whole."""
+    submodel -> limit in bytes for its weights in memory, if they do not fit whole.
+    """
 
     family: str
     loads: Mapping[str, Mapping[str, Any]]
