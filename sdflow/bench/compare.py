@@ -72,10 +72,16 @@ def compare(before: Path, after: Path, *, force: bool = False) -> Comparison:
     try:
         one, other = _medians(first), _medians(second)
     except (KeyError, TypeError, IndexError) as error:
-        raise UsageError(f"a result is damaged: {error!r}", where=f"{before}, {after}") from error
+        raise UsageError(
+            f"a result is damaged: {error!r}", where=f"{before}, {after}", remedy="Run `sdflow bench` again."
+        ) from error
     rows = tuple(Compared(*key, one[key][0], other[key][0], one[key][1], other[key][1]) for key in one if key in other)
     if not rows:
-        raise UsageError("no engine was measured in the same case in both", where=f"{before}, {after}")
+        raise UsageError(
+            "no engine was measured in the same case in both",
+            where=f"{before}, {after}",
+            remedy="Measure both with the same --engine, --batch, --size and --steps.",
+        )
     return Comparison(rows, differences, tuple(_differences("pipeline", first["pipeline"], second["pipeline"])))
 
 

@@ -160,7 +160,11 @@ def read_result(path: Path) -> dict[str, Any]:
             f"not a result of `sdflow bench`: {error}", where=str(path), remedy="It writes bench.json into --out DIR."
         ) from error
     if found != (FORMAT_VERSION, KIND):
-        raise UsageError(f"a {found[1]} of format {found[0]}, not a {KIND} of format {FORMAT_VERSION}", where=str(path))
+        raise UsageError(
+            f"a {found[1]} of format {found[0]}, not a {KIND} of format {FORMAT_VERSION}",
+            where=str(path),
+            remedy="Name a bench.json that this version of sdflow wrote.",
+        )
     return dict(content)
 
 

@@ -172,7 +172,11 @@ def tune(
         raise UsageError(f"no option is named {unknown[0]}", where=wanted.name, remedy=f"Known: {', '.join(known)}.")
     options = [each for each in options if not only or each.option in only]
     if not options:
-        raise UsageError(f"there is nothing to tune for {wanted.title}", where=wanted.name)
+        raise UsageError(
+            f"there is nothing to tune for {wanted.title}",
+            where=wanted.name,
+            remedy="Use another --target, or skip this.",
+        )
     tuner = _Tuner(folder, wanted, case, rounds)
     say("loading the pipeline as it is")
     best, chosen = tuner.load(UNTUNED), UNTUNED

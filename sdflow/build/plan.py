@@ -94,7 +94,9 @@ class Plan:
         missing = [each.step for each in lacking if rebuild or each.state == "to run"]
         if missing and rebuild:
             absent = sorted({package for step in missing for package in step.lacks})
-            raise lacks("rebuilding every step, including the structures,", absent, "Leave out --clean_cache and --check.")
+            raise lacks(
+                "rebuilding every step, including the structures,", absent, "Leave out --clean_cache and --check."
+            )
         if missing:
             targets = {name: target for each in self.pipelines for name, target in each.targets.items()}
             raise not_here(missing, targets)

@@ -85,4 +85,8 @@ def selftest(
             f"{found.target}, and run there: sdflow selftest --pipeline shapes-{found.target}.",
         )
     if found.verdict != "passed":
-        raise VerificationError(f"the self-test of {found.target} is {found.verdict}", where="selftest")
+        raise VerificationError(
+            f"the self-test of {found.target} did not pass: {found.verdict}",
+            where="selftest",
+            remedy="The report above names the images and nodes. --report FILE writes it for an issue.",
+        )

@@ -144,7 +144,9 @@ def _driver() -> Any:
     try:
         return ctypes.CDLL(name)
     except OSError as error:
-        raise TargetUnavailableError(f"NVIDIA's driver cannot be loaded: {error}", where="cuda") from error
+        raise TargetUnavailableError(
+            f"NVIDIA's driver cannot be loaded: {error}", where="cuda", remedy="Install NVIDIA's driver."
+        ) from error
 
 
 def _call(function: str, *arguments: Any) -> None:

@@ -20,6 +20,7 @@ PROVENANCE_FILE = "provenance.json"
 BUILD_TYPE = "urn:sdflow:build:1"
 STATEMENT = "https://in-toto.io/Statement/v1"
 SLSA = "https://slsa.dev/provenance/v1"
+_RESTORE = "Delete it, then run the pipeline's workflow again to restore it."
 
 
 class _Form(BaseModel):
@@ -90,8 +91,7 @@ def read_provenance(folder: Path) -> dict[str, Any] | None:
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
     except ValueError as error:
-        remedy = "Delete it, then run the pipeline's workflow again to restore it."
-        raise UsageError(f"is not an in-toto statement: {error}", where=str(path), remedy=remedy) from error
+        raise UsageError(f"is not an in-toto statement: {error}", where=str(path), remedy=_RESTORE) from error
     return statement
 
 
@@ -106,7 +106,9 @@ def require_provenance(folder: Path) -> tuple[Path, dict[str, Any]]:
     try:
         _Predicate.model_validate(statement.get("predicate"))
     except ValidationError as error:
-        raise UsageError(f"was not written by sdflow: {first_problem(error)}", where=str(path)) from error
+        raise UsageError(
+            f"was not written by sdflow: {first_problem(error)}", where=str(path), remedy=_RESTORE
+        ) from error
     return path, statement
 
 

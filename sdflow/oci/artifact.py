@@ -33,6 +33,8 @@ _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 MOST_FILES = 10_000
 MOST_BYTES = 1 << 44
 
+FOREIGN = "It was not pushed by `sdflow push`, or has changed since."
+
 
 class Descriptor(BaseModel):
     """Type, digest and size of a blob."""
@@ -87,25 +89,33 @@ def files_of(content: bytes, where: str) -> dict[str, Descriptor]:
     try:
         manifest = _Manifest.model_validate(parse_json(content))
     except ValidationError as error:
-        raise VerificationError(f"is not a model manifest: {first_problem(error)}", where=where) from error
+        raise VerificationError(
+            f"is not a model manifest: {first_problem(error)}", where=where, remedy=FOREIGN
+        ) from error
     except ValueError as error:
-        raise VerificationError(f"is not a manifest: {error}", where=where) from error
+        raise VerificationError(f"is not a manifest: {error}", where=where, remedy=FOREIGN) from error
     if manifest.artifact_type != ARTIFACT_TYPE:
-        raise VerificationError(f"is a {manifest.artifact_type:.100}, not a ModelPack model", where=where)
+        raise VerificationError(
+            f"is a {manifest.artifact_type:.100}, not a ModelPack model", where=where, remedy=FOREIGN
+        )
     files: dict[str, Descriptor] = {}
     for layer in manifest.layers:
         name = layer.annotations.get(FILE, "")
         if not inside(name):
-            raise VerificationError(f"a layer names {name!r:.200}, which is not a file of a pipeline", where=where)
+            raise VerificationError(
+                f"a layer names {name!r:.200}, which is not a file of a pipeline", where=where, remedy=FOREIGN
+            )
         if layer.media_type not in [LAYER_TYPE.format(kind) for kind in (*_KINDS, "weight.config", "code")]:
             raise VerificationError(
-                f"{name:.200} has the media type {layer.media_type:.100}, which sdflow does not read", where=where
+                f"{name:.200} has the media type {layer.media_type:.100}, which sdflow does not read",
+                where=where,
+                remedy=FOREIGN,
             )
         files[name] = layer
     _require_apart([layer.annotations[FILE] for layer in manifest.layers], where)
     for name in (MANIFEST_FILE, INDEX_FILE):
         if name not in files:
-            raise VerificationError(f"not an sdflow pipeline: it has no {name}", where=where)
+            raise VerificationError(f"not an sdflow pipeline: it has no {name}", where=where, remedy=FOREIGN)
     return files
 
 
@@ -115,7 +125,7 @@ def _require_apart(names: Sequence[str], where: str) -> None:
     folders = {str(parent).casefold() for name in names for parent in PurePosixPath(name).parents}
     for name in names:
         if (folded := name.casefold()) in taken or folded in folders:
-            raise VerificationError(f"two layers are for {name:.200}", where=where)
+            raise VerificationError(f"two layers are for {name:.200}", where=where, remedy=FOREIGN)
         taken.add(folded)
 
 

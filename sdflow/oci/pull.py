@@ -17,14 +17,12 @@ from sdflow.disk.replace_folder import remove_stale, staging_place, swap, sync_d
 from sdflow.errors import CacheError, UsageError, VerificationError, os_errors_as
 from sdflow.manifest import REFINER, read_manifest
 from sdflow.manifest.provenance import read_provenance, subjects_of
-from sdflow.oci.artifact import Descriptor, files_of
+from sdflow.oci.artifact import FOREIGN, Descriptor, files_of
 from sdflow.oci.reference import Reference
 from sdflow.oci.registry import Registry
 from sdflow.oci.session import LIMITS, Limits
 from sdflow.sources import FileDigests
 from sdflow.units import spell_bytes
-
-_FOREIGN = "It was not pushed by `sdflow push`, or changed since."
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,7 @@ def _require_whole(folder: Path, files: dict[str, Descriptor], where: str, withi
     try:
         manifest, statement = read_manifest(folder / within), read_provenance(folder / within)
     except UsageError as error:
-        raise VerificationError(f"{within}: {error.what}".removeprefix(": "), where=where, remedy=_FOREIGN) from error
+        raise VerificationError(f"{within}: {error.what}".removeprefix(": "), where=where, remedy=FOREIGN) from error
     begins = f"{within}/" if within else ""
     named = {f"{name}/{file.path}": file.sha256 for name, part in manifest.parts.items() for file in part.files}
     named |= subjects_of(statement) if statement is not None else {}
@@ -133,12 +131,12 @@ def _require_whole(folder: Path, files: dict[str, Descriptor], where: str, withi
         layer = files.get(f"{begins}{name}")
         if layer is None or layer.digest != f"sha256:{sha256}":
             what = "lacks" if layer is None else "has another"
-            raise VerificationError(f"it {what} {begins}{name:.200}", where=where, remedy=_FOREIGN)
+            raise VerificationError(f"it {what} {begins}{name:.200}", where=where, remedy=FOREIGN)
     if absent := next((name for name in manifest.files if not (folder / within / name).exists()), None):
-        raise VerificationError(f"it lacks {begins}{absent:.200}", where=where, remedy=_FOREIGN)
+        raise VerificationError(f"it lacks {begins}{absent:.200}", where=where, remedy=FOREIGN)
     if not within and (more := sorted(files.keys() - files_of_sdflow(folder))):
         raise VerificationError(
-            f"it has {more[0]:.200}, which its sdflow.json does not name", where=where, remedy=_FOREIGN
+            f"it has {more[0]:.200}, which its sdflow.json does not name", where=where, remedy=FOREIGN
         )
     if manifest.origin.refiner == REFINER and not within:
         _require_whole(folder, files, where, REFINER)

@@ -152,7 +152,9 @@ class Pipeline(PipelineParts):
             require_blur(mask_blur, mask_image is not None, whole)
             if image is not None and self.family.encoder not in self.submodels:
                 raise UsageError(
-                    f"the pipeline has no {self.family.encoder}, so it cannot start from an image", where="image"
+                    f"the pipeline has no {self.family.encoder}, so it cannot start from an image",
+                    where="image",
+                    remedy=f"Rebuild it from a workflow with passes for the {self.family.encoder}.",
                 )
             own = self.defaults["text" if image is None else "image" if mask_image is None else "inpaint"]
             strength = own.strength if strength is None else strength

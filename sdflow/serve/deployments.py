@@ -209,7 +209,11 @@ def _wait_for(event: str, process: subprocess.Popen[bytes], log: Path, name: str
                 remedy="Run the same command with `serve` to see the whole log.",
             )
         time.sleep(0.1)
-    raise UsageError(f"it was not ready after {START_SECONDS:g} s:\n{_end_of(log)}", where=name)
+    raise UsageError(
+        f"it was not ready after {START_SECONDS:g} s:\n{_end_of(log)}",
+        where=name,
+        remedy="Check `sdflow status` later, or run the same command with `serve` to see the whole log.",
+    )
 
 
 def _events(log: Path) -> list[dict[str, Any]]:

@@ -137,7 +137,9 @@ def _shards(index: Path) -> tuple[Path, ...]:
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:
         if Path(name).name != name:
-            raise CheckpointError(f"the shard {name[:60]!r} is not a file name", where=str(index))
+            raise CheckpointError(
+                f"the shard {name[:60]!r} is not a file name", where=str(index), remedy="Download it again."
+            )
         if not is_regular(index.parent / name):
             raise MissingFile(
                 f"the shard {name[:60]} is missing", where=str(index), remedy="Download the missing file."

@@ -169,7 +169,7 @@ def test_nothing_is_created_before_a_larger_image(tiny_pipeline: Path, pipeline:
 def test_sizes_that_the_model_cannot_have_are_refused(pipeline: Pipeline) -> None:
     with pytest.raises(UsageError, match="height is 100 pixels"):
         pipeline("a horse", height=100)
-    with pytest.raises(UsageError, match="latents of shape"):
+    with pytest.raises(UsageError, match="have the shape"):
         pipeline("a horse", latents=np.zeros((1, 4, 2, 2), np.float32))
 
 

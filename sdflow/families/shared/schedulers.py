@@ -187,7 +187,11 @@ def make_scheduler(name: str, config: Config) -> Any:
     try:
         return from_config(scheduler_class(cls), config, **options)
     except (ValueError, NotImplementedError) as error:
-        raise UsageError(f"{name} cannot use the settings of the pipeline's own scheduler: {error}") from error
+        raise UsageError(
+            f"{name} cannot use the settings of the pipeline's own scheduler: {error}",
+            where="scheduler",
+            remedy="Use another scheduler.",
+        ) from error
 
 
 def from_config(cls: Any, config: Config, **options: Any) -> Any:

@@ -76,7 +76,11 @@ def controls_of(
 
     for which in (scale, start, end):
         if isinstance(which, Mapping) and (unknown := sorted(set(which) - set(images or ()))):
-            raise UsageError(f"there is no image for the ControlNet {unknown[0]!r}", where="control")
+            raise UsageError(
+                f"there is no image for the ControlNet {unknown[0]!r}",
+                where="control",
+                remedy="Pass its image too, or leave out its numbers.",
+            )
     return {
         name: image
         if isinstance(image, Control)

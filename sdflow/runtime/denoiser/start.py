@@ -106,7 +106,11 @@ def prompts_per_image(
         return repeated, None
     negatives = [negative_prompt] * len(prompts) if isinstance(negative_prompt, str) else list(negative_prompt)
     if len(negatives) != len(prompts):
-        raise UsageError(f"{len(negatives)} negative prompts for {len(prompts)} prompts")
+        raise UsageError(
+            f"{len(negatives)} negative prompts for {len(prompts)} prompts",
+            where="negative_prompt",
+            remedy="Pass one for all, or one per prompt.",
+        )
     return repeated, [each for each in negatives for _ in range(images)]
 
 
@@ -146,7 +150,11 @@ def draw_noises(shape: tuple[int, ...], draws: int, latents: Any, generator: Any
 
     first = [] if latents is None else [torch.as_tensor(latents, dtype=torch.float32)]
     if first and tuple(first[0].shape) != shape:
-        raise UsageError(f"latents of shape {tuple(first[0].shape)}, expected {shape}")
+        raise UsageError(
+            f"have the shape {tuple(first[0].shape)}, expected {shape}",
+            where="latents",
+            remedy="Pass latents for this image size and number of images, or none.",
+        )
     return [*first, *(randn_tensor(shape, generator=generator) for _ in range(draws + 1 - len(first)))]
 
 
@@ -190,7 +198,11 @@ def make_start(
     if not takes_mask:
         return Start(noise, drawn, encoded(image), small > 0.5)
     if image.shape[1] != 3:
-        raise UsageError("an inpainting model requires the image itself, not its latents", where="image")
+        raise UsageError(
+            "an inpainting model requires the image itself, not its latents",
+            where="image",
+            remedy="Pass pixels: a PIL image, an array, or a tensor with 3 channels.",
+        )
     both = lcm(len(image), len(mask))
     kept = mask.repeat(both // len(mask), 1, 1, 1) < 0.5
     context = torch.cat([small, encoded(image.repeat(both // len(image), 1, 1, 1) * kept)], dim=1)

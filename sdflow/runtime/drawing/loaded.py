@@ -74,7 +74,10 @@ class LoadedPipeline:
     ) -> None:
         configs = {name: submodel.config for name, submodel in submodels.items()}
         if missing := [name for name in family.needed(configs) if name not in submodels]:
-            raise UsageError(f"the pipeline has no {', '.join(missing)}")
+            raise UsageError(
+                f"the pipeline has no {', '.join(missing)}",
+                remedy="Rebuild it from a workflow that does not leave out these submodels.",
+            )
         require_different(words)
         self.family = family
         texts = {name: with_words(submodels[name], family, words) for name in family.text_of(submodels)}

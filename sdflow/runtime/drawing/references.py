@@ -31,7 +31,11 @@ def require_references(family: Family, submodels: Container[str], count: int, wh
     if family.references is None:
         raise UsageError(f"{family.title} takes no reference images", where=where, remedy="Remove them.")
     if family.encoder not in submodels:
-        raise UsageError(f"the pipeline has no {family.encoder}, so it takes no reference images", where=where)
+        raise UsageError(
+            f"the pipeline has no {family.encoder}, so it takes no reference images",
+            where=where,
+            remedy=f"Rebuild it from a workflow with passes for the {family.encoder}.",
+        )
     if count > MOST_REFERENCES:
         raise UsageError(f"there are {count} reference images", where=where, remedy=f"Use at most {MOST_REFERENCES}.")
 

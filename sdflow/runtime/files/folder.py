@@ -79,7 +79,11 @@ def read_index(folder: Path) -> dict[str, Any]:
     """Return model_index.json. Raises UsageError if there is no pipeline."""
     index = folder / INDEX_FILE
     if not index.is_file():
-        raise UsageError(f"there is no pipeline here: {INDEX_FILE} is missing", where=str(folder))
+        raise UsageError(
+            f"there is no pipeline here: {INDEX_FILE} is missing",
+            where=str(folder),
+            remedy="Name a pipeline folder; `sdflow run` builds one.",
+        )
     return _read_json(index)
 
 

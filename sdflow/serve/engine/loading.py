@@ -109,7 +109,9 @@ def warm(name: str, pipeline: ServedPipeline, options: WorkerOptions) -> dict[in
     engine.run_all()
     for failed in said:
         if isinstance(failed, Failed):
-            raise VerificationError(f"cannot generate: {failed.what}", where=str(options.pipelines.get(name, name)))
+            folder = options.pipelines.get(name, name)
+            remedy = f"`sdflow verify {folder}` finds a faulty submodel."
+            raise VerificationError(f"cannot generate: {failed.what}", where=str(folder), remedy=remedy)
     return measured_seconds(pipeline, options.batch_sizes)
 
 

@@ -67,7 +67,11 @@ def with_adapters(checkpoint: Checkpoint, adapters: Sequence[AdapterReference], 
     family = checkpoint.family
     prompter = family.prompter
     if prompter is None:
-        raise CheckpointError(f"{family.title} has no IP-Adapters", where=checkpoint.reference)
+        raise CheckpointError(
+            f"sdflow supports no IP-Adapters for {family.title}",
+            where=checkpoint.reference,
+            remedy="Remove `ip_adapters` from the workflow.",
+        )
     for other in adapters[1:]:
         if other.encoder or other.encoder_folder:
             raise CheckpointError(

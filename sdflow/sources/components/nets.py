@@ -37,7 +37,11 @@ def with_nets(checkpoint: Checkpoint, nets: Mapping[str, str], access: Access) -
     """
     family = checkpoint.family
     if family.net is None:
-        raise CheckpointError(f"{family.title} has no ControlNets", where=checkpoint.reference)
+        raise CheckpointError(
+            f"sdflow supports no ControlNets for {family.title}",
+            where=checkpoint.reference,
+            remedy="Remove `controlnets` from the workflow.",
+        )
     controlled = replace(
         checkpoint,
         submodels={name: _controlled(family.part(name), submodel) for name, submodel in checkpoint.submodels.items()},

@@ -138,7 +138,7 @@ def peft_fields_of(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot be read: {error}", where=str(file)) from error
+        raise CheckpointError(f"cannot be read: {error}", where=str(file), remedy="Download it again.") from error
     return _parsed(text, ADAPTER_CONFIG, str(path))
 
 
@@ -159,9 +159,9 @@ def _parsed(text: str, name: str, where: str) -> dict[str, Any]:
         found = json.loads(text)
         require_shallow(found)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"its {name} is not JSON", where=where) from error
+        raise CheckpointError(f"its {name} is not JSON", where=where, remedy="Download the LoRA again.") from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"its {name} is not a JSON object", where=where)
+        raise CheckpointError(f"its {name} is not a JSON object", where=where, remedy="Download the LoRA again.")
     return found
 
 
