@@ -65,7 +65,7 @@ class Parameter:
     def require(self, where: str, value: Any) -> None:
         """Raises UsageError for a value out of range. None means unset. where: the user's name for the parameter."""
         if value is not None and not self._allows(value):
-            raise UsageError(f"it is {value!r:.40}", where=where, remedy=f"Give {self._values()}.")
+            raise UsageError(f"invalid value {value!r:.40}", where=where, remedy=f"Use {self._values()}.")
 
     def _allows(self, value: Any) -> bool:
         origin = get_origin(self.kind)

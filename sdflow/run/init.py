@@ -155,7 +155,7 @@ def _of_description(request: InitRequest, found: Description, reference: str) ->
     lines = {} if found.workflow is None else yaml.safe_load(found.workflow)
     if not lines or (found.kind not in _KINDS and "components" not in lines):
         lacks = f" that lacks {', '.join(found.missing)}" if found.missing else ""
-        option = " Give a LoRA with --lora." if found.kind == LORA else ""
+        option = " Pass a LoRA with --lora." if found.kind == LORA else ""
         raise UsageError(
             f"is not a model to build a pipeline from. It is: {found.kind}{lacks}. {' '.join(found.notes)}".rstrip(),
             where=found.path,

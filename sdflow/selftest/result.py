@@ -114,7 +114,7 @@ def document(report: Report) -> bytes:
 
 def read_report(path: Path) -> Report:
     """Read a file from `sdflow selftest --report`. Raises UsageError for any other."""
-    remedy = "Give a .json file from `sdflow selftest --report`."
+    remedy = "Name a .json file from `sdflow selftest --report`."
     try:
         content = read_json(path, MOST_BYTES)
     except OSError as error:

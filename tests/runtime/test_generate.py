@@ -169,7 +169,7 @@ def test_the_file_tells_the_image_and_the_mask_and_every_step_is_told(pipeline_f
         (["--prompts", "missing.txt"], "missing.txt: cannot be read"),
         (["-p", "a", "--height", "100"], "height is 100 pixels"),
         (["-p", "a", "--out", "file"], "file: not a folder"),
-        (["-p", "a", "--prompt-syntax", "a111"], "--prompt-syntax: it is 'a111'"),
+        (["-p", "a", "--prompt-syntax", "a111"], "--prompt-syntax: invalid value 'a111'"),
         (["-p", "a", "--embedding", "missing.pt"], "missing.pt: no such file"),
         (["-p", "a", "--embedding", "file"], "the file type '' is unknown"),
     ],

@@ -196,11 +196,11 @@ def test_every_scheduler_is_read_back_by_the_name_that_each_program_has_for_it(t
         ({SETTINGS: "{"}, "'sdflow' is not in sdflow's format"),
         ({SETTINGS: '{"prompts": []}'}, "contact sheet"),
         ({SETTINGS: "[1]"}, "not in sdflow's format"),
-        ({SETTINGS: '{"prompt": "a", "steps": 0}'}, "--steps: it is 0"),
-        ({SETTINGS: '{"prompt": "a", "steps": "5"}'}, "--steps: it is '5'"),
+        ({SETTINGS: '{"prompt": "a", "steps": 0}'}, "--steps: invalid value 0"),
+        ({SETTINGS: '{"prompt": "a", "steps": "5"}'}, "--steps: invalid value '5'"),
         ({INVOKEAI_METADATA: '{"seed": 1}'}, "not in InvokeAI's format"),
         ({SETTINGS: '{"prompt": 5, "steps": 2}'}, "not in sdflow's format"),
-        ({PARAMETERS: f"a\nSteps: {'9' * 400}, Seed: 1, Size: 64x64"}, "--steps: it is 9"),
+        ({PARAMETERS: f"a\nSteps: {'9' * 400}, Seed: 1, Size: 64x64"}, "--steps: invalid value 9"),
         ({PARAMETERS: "a\n" + "a " * 30_000}, "not in A1111's webui's format"),  # in a moment
     ],
 )

@@ -58,7 +58,7 @@ def test_second_prompts_are_read_as_diffusers_reads_them(theirs: Any, second: An
         ({"negative_prompt_2": ["a"]}, "1 texts for 2 prompts"),
         ({"original_size": (0, 0)}, r"it is \(0, 0\)"),
         ({"target_size": (512,)}, r"it is \(512,\)"),
-        ({"target_size": 512}, "it is 512"),
+        ({"target_size": 512}, "invalid value 512"),
         ({"original_size": (512.5, 512)}, r"it is \(512.5, 512\)"),
         ({"crops_coords_top_left": (-1, 0)}, r"it is \(-1, 0\)"),
         ({"prompt_3": "a"}, "has no argument prompt_3"),

@@ -219,7 +219,7 @@ class Family:
                 parameter.require(name, value)
             elif value and len(value) != prompts:
                 raise UsageError(
-                    f"{len(value)} texts for {prompts} prompts", where=name, remedy="Give one for each, or one for all."
+                    f"{len(value)} texts for {prompts} prompts", where=name, remedy="Pass one for each, or one for all."
                 )
 
     @property

@@ -24,7 +24,7 @@ def ray_address(on: str) -> str:
         return "auto"
     if on.startswith("ray://") and on.removeprefix("ray://"):
         return on
-    raise UsageError(f"{on!r} is not a Ray cluster", where="--on", remedy=f"Give {ADDRESSES}.")
+    raise UsageError(f"{on!r} is not a Ray cluster", where="--on", remedy=f"Use {ADDRESSES}.")
 
 
 def load_ray() -> Any:

@@ -57,7 +57,7 @@ def require_span(begin: float | None, end: float | None, image: Any, mask: Any) 
     """Raise UsageError for invalid fractions of the denoising, and for a start without latents."""
     for name, place in (("denoising_start", begin), ("denoising_end", end)):
         if place is not None and not 0 < place < 1:
-            raise UsageError(f"is {place}", where=name, remedy="Use a fraction above 0 and below 1.")
+            raise UsageError(f"invalid value {place}", where=name, remedy="Use a fraction above 0 and below 1.")
     if begin is not None and end is not None and begin >= end:
         raise UsageError(f"{begin} is not before {end}", where="denoising_start", remedy="Use a smaller value.")
     if begin is not None and (image is None or mask is not None):

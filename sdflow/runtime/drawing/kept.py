@@ -25,7 +25,7 @@ def require_blur(
     """Raise UsageError for an invalid mask blur. names: the arguments' names for the user."""
     own, mask_name, whole_name = names
     if not 0 <= blur <= MOST_BLUR:
-        raise UsageError(f"it is {blur:g}", where=own, remedy=f"Use 0 to {MOST_BLUR} pixels.")
+        raise UsageError(f"invalid value {blur:g}", where=own, remedy=f"Use 0 to {MOST_BLUR} pixels.")
     if blur and not mask:
         raise UsageError("there is no mask to blur", where=own, remedy=f"Add {mask_name}.")
     if blur and whole:
