@@ -357,7 +357,7 @@ def test_runs_of_unlike_machines_versions_or_settings_are_compared_only_by_force
         assert line in done.stderr
     forced = sdflow("bench", "--compare", str(before), str(other), "--force", folder=tmp_path)
     assert forced.returncode == 0, forced.stderr
-    assert "FORCED: machine or settings differ between these runs" in forced.stdout
+    assert "FORCED: the runs differ in machine or settings" in forced.stdout
     assert "machine.processor: " in forced.stdout
     (tmp_path / "bad.json").write_text('{"kind": "bench"}')
     with pytest.raises(UsageError, match=r"not a result of `sdflow bench`"):

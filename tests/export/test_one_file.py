@@ -376,7 +376,7 @@ def test_a_full_disk_leaves_what_was_there(
 
 def test_no_model_of_the_pipeline_is_written_over(tiny_pipeline: Path) -> None:
     for place in ("one.onnx", "unet/model.onnx", "new/one.onnx"):
-        with pytest.raises(UsageError, match="within the pipeline"):
+        with pytest.raises(UsageError, match="inside the pipeline"):
             exported(tiny_pipeline, tiny_pipeline / place)
     assert not (tiny_pipeline / "new").exists()
 

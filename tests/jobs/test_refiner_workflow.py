@@ -274,7 +274,7 @@ def test_an_image_that_they_do_not_draw_as_diffusers_does_not_pass(
     subject = subject_of_folder(wrong, Cache(tmp_path / "cache"))
     assert subject.refiner is not None
     verdict, images, _ = with_refiner.both(subject, subject.refiner, VerifySpec(), Cache(tmp_path / "cache"), threads=1)
-    assert "the image has a PSNR of" in verdict.problems[0][0]
+    assert "the image's PSNR against" in verdict.problems[0][0]
     assert set(images) == {f"ensemble_{name}.png" for name in ("artifact", "difference", "pytorch")}
 
 

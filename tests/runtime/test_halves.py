@@ -140,7 +140,7 @@ def test_what_cannot_be_halved_is_refused_before_anything_is_drawn(
 
 def test_generate_says_what_two_devices_need(tiny_pipeline: Path, tmp_path: Path) -> None:
     request = GenerateRequest(tiny_pipeline, ["a horse"], out=tmp_path, devices=2)
-    with pytest.raises(UsageError, match="a CPU computes both halves") as failed:
+    with pytest.raises(UsageError, match="the target cpu runs on one device") as failed:
         generate(replace(request, target="cpu"))
     assert failed.value.where == "--devices"
     with pytest.raises(UsageError, match="guidance is off") as failed:

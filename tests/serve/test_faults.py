@@ -160,7 +160,7 @@ def test_what_takes_too_long_is_given_up(tiny_pipeline: Path) -> None:
         ({"pipeline": 2}, "another pipeline has the name tiny"),
         ({"batch_sizes": "1,x"}, "is not a list of batch sizes"),
         ({"ssl_keyfile": Path(__file__)}, "requires a certificate"),
-        ({"ssl_certfile": Path(__file__)}, "is not a certificate with its key"),
+        ({"ssl_certfile": Path(__file__)}, "is not a certificate that matches its key"),
     ],
 )
 def test_what_cannot_be_served_is_told_at_once(tiny_pipeline: Path, options: dict[str, Any], says: str) -> None:
