@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -106,10 +107,14 @@ def run(
                 listener.note(said)
 
         result = run_workflow(loaded, opened, options, listener, planned)
-    print_run(result, as_json=json, again=shlex.join(["sdflow", *sys.argv[1:]]), quiet=quiet, verbose=verbose)
-    for each in result.pipelines:
-        if each.verification is not None or each.evaluation is not None:
-            write_run_page(each, options.results)
+    pages: dict[str, Path] = {}
+    try:
+        for each in result.pipelines:
+            if each.verification is not None or each.evaluation is not None:
+                pages[each.plan.pipeline.name] = write_run_page(each, options.results)
+    finally:  # what was built is reported even if a page cannot be written
+        again = shlex.join(["sdflow", *sys.argv[1:]])
+        print_run(result, pages, as_json=json, again=again, quiet=quiet, verbose=verbose)
 
 
 @app.command()

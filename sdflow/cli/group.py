@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -31,24 +32,34 @@ _TYPERS: Any = typer.BadParameter.__mro__[1]
 """click's UsageError, which typer does not export by name."""
 
 
+@contextmanager
+def _our_usage_errors() -> Iterator[None]:
+    """Replace typer's usage errors by ours, so that all errors look alike. A command without arguments shows its help
+    as before."""
+    try:
+        yield
+    except _TYPERS as error:
+        if error.ctx is None or type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        from sdflow.errors import UsageError
+
+        command = error.ctx.command_path.removeprefix("python -m ")
+        what = error.format_message().removesuffix(".")
+        raise UsageError(f"{what[:1].lower()}{what[1:]}", where=command, remedy=f"See {command} --help.") from None
+
+
 class Commands(GroupedCommands):
     """The commands of `sdflow`."""
 
     synonyms = SYNONYMS
 
-    def invoke(self, ctx: Any) -> Any:
-        """Report typer's usage errors on standard error; with --json as a document on standard output too."""
-        try:
-            return super().invoke(ctx)
-        except _TYPERS as error:
-            if "--json" in sys.argv[1:]:
-                from sdflow.errors import UsageError
-                from sdflow.report.output import print_error
+    def make_context(self, *args: Any, **given: Any) -> Any:
+        with _our_usage_errors():
+            return super().make_context(*args, **given)
 
-                inner = getattr(error, "ctx", None) or ctx
-                remedy = f"See {inner.command_path} --help."
-                print_error(UsageError(error.format_message(), where=inner.command_path, remedy=remedy))
-            raise
+    def invoke(self, ctx: Any) -> Any:
+        with _our_usage_errors():
+            return super().invoke(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Raises UsageError for an unknown command, and suggests the nearest."""

@@ -177,7 +177,8 @@ class Files:
 
     def _report_unreadable(self, path: Path, asked: Mark, error: Exception) -> None:
         if isinstance(error, FileNotFoundError):
-            self.problems.add(asked, f"there is no file {str(path)!r}", nearest_sibling(path, workflow=True))
+            what = f"there is no file {str(path)!r}" if asked.line else "there is no such file"
+            self.problems.add(asked, what, nearest_sibling(path, workflow=True))
         else:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             self.problems.add(asked, f"cannot read {str(path)!r}: {reason}")

@@ -55,10 +55,16 @@ def to_build(plan: Plan, cache: Cache, options: RunOptions) -> str:
 
 
 def print_run(
-    result: RunResult, *, as_json: bool, again: str = "sdflow run WORKFLOW", quiet: bool = False, verbose: bool = False
+    result: RunResult,
+    pages: Mapping[str, Path],
+    *,
+    as_json: bool,
+    again: str = "sdflow run WORKFLOW",
+    quiet: bool = False,
+    verbose: bool = False,
 ) -> None:
-    """The steps built and cached, and the speed. again: the command that ran. quiet: only the pipelines' folders.
-    verbose: every step and output."""
+    """The steps built and cached, and the speed. pages: the report of each pipeline, by its name. again: the command
+    that ran. quiet: only the pipelines' folders. verbose: every step and output."""
     if as_json:
         print_json(
             "run",
@@ -75,7 +81,10 @@ def print_run(
             print_verification(pipeline.verification, verbose=verbose)
         _print_evaluation(pipeline, again, verbose=verbose)
         if len(result.pipelines) <= FEW or pipeline.evaluation is not None:
-            put(f"pipeline: {pipeline.folder}", "")
+            put(f"pipeline: {pipeline.folder}")
+            if page := pages.get(pipeline.plan.pipeline.name):
+                put(f"report: {page}")
+            put("")
     if len(result.pipelines) > 1:
         _print_pipelines(result.pipelines)
     every = [step for pipeline in result.pipelines for chain in pipeline.steps.values() for step in chain]

@@ -227,6 +227,14 @@ def _prefixed(prints: Fingerprint, part: Part) -> list[Fingerprint]:
     ]
 
 
+def _likeness(shapes: Shapes, prints: Fingerprint) -> tuple[int, float]:
+    """The number of tensors that a file shares with an architecture, then the share of their names: a file of an unknown
+    size has hardly any of these shapes. Tensors that both lack say nothing."""
+    wanted = {name: shape for name, shape in prints.items() if shape is not None}
+    same = sum(shapes.get(name) == shape for name, shape in wanted.items())
+    return same, sum(name in shapes for name in wanted) / len(wanted)
+
+
 def _what_instead(path: Path, shapes: Shapes) -> str:
     """The content of a file that is not a whole checkpoint, or its difference from the nearest architecture, as the end
     of a sentence."""
@@ -252,7 +260,7 @@ def _what_instead(path: Path, shapes: Shapes) -> str:
     if (partial := _named(_PARTIAL, shapes)) is not None:
         return f"this is {partial}"
     prints = {architecture: _fingerprint(architecture) for architecture in ARCHITECTURES}
-    nearest = max(prints, key=lambda name: sum(shapes.get(key) == shape for key, shape in prints[name].items()))
+    nearest = max(prints, key=lambda name: _likeness(shapes, prints[name]))
     wanted = prints[nearest]
     related = next((f"; it is {what}" for begin, what in _RELATED if any(key.startswith(begin) for key in shapes)), "")
     family = family_of_architecture(nearest)

@@ -110,21 +110,21 @@ def test_a_repository_in_place_of_a_path_is_to_be_written_with_hf(place: Path, c
 
 
 def test_names_that_are_not_alike_are_not_offered_nor_is_a_name_itself(place: Path) -> None:
-    assert failure("plan", "nope.yaml") == "nope.yaml: there is no file 'nope.yaml'"
+    assert failure("plan", "nope.yaml") == "nope.yaml: there is no such file"
     (place / "gone.yaml").symlink_to(place / "nothing")
-    assert failure("plan", "gone.yaml") == "gone.yaml: there is no file 'gone.yaml'"
+    assert failure("plan", "gone.yaml") == "gone.yaml: there is no such file"
 
 
 @pytest.mark.parametrize(
     ("arguments", "where", "what"),
     [
-        (("run", "nope.yaml"), "nope.yaml", "there is no file 'nope.yaml'"),
+        (("run", "nope.yaml"), "nope.yaml", "there is no such file"),
         (("plan", "sd15"), r".*sd15.yaml:\d+:1", "no `target`"),
         (("generate", "dream", "-p", "x"), "dream/sdflow.json", "not an sdflow pipeline: there is no such folder"),
         (("cache", "gc", "--max-size", "ten"), "--max-size", "'ten' is not a size"),
         (("inspect", "sample:nope"), "sample:nope", "there is no sample 'nope'"),
-        (("run",), ".*sdflow run", "Missing argument 'WORKFLOW'."),
-        (("run", "shapes", "--nothing"), ".*sdflow run", "No such option: --nothing.*"),
+        (("run",), ".*sdflow run", "missing argument 'WORKFLOW'"),
+        (("run", "shapes", "--nothing"), ".*sdflow run", "no such option: --nothing.*"),
         (("build",), "sdflow", "there is no command 'build'"),
     ],
 )

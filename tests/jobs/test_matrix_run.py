@@ -26,7 +26,7 @@ def test_every_pipeline_is_told_in_a_line_with_its_time(bench: Bench, capsys: py
     result = run(bench)
     names = [f"small-sd15-tiny-seed{seed}" for seed in range(4)]
     assert [pipeline.plan.pipeline.name for pipeline in result.pipelines] == names
-    print_run(result, as_json=False)
+    print_run(result, {}, as_json=False)
     printed = capsys.readouterr().out
     for name, pipeline in zip(names, result.pipelines, strict=True):
         (line,) = (line for line in printed.splitlines() if line.split()[:1] == [name])

@@ -182,6 +182,16 @@ def test_what_is_not_supported_is_named(
         opened(tmp_path / "model.safetensors")
 
 
+def test_a_file_of_an_unknown_size_is_compared_with_its_own_kind(original: Tensors, tmp_path: Path) -> None:
+    wider = {
+        name: torch.zeros([2 * length if length >= 16 else length for length in each.shape])
+        for name, each in original.items()
+    }
+    save_file(wider, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"not a supported architecture: \S+ is \[.*\], in sd\S+ it is \["):
+        opened(tmp_path / "model.safetensors")
+
+
 def test_a_file_without_a_vae_or_of_a_component_is_refused(
     original: Tensors, tiny_folder: Path, tmp_path: Path
 ) -> None:
