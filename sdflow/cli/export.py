@@ -19,7 +19,9 @@ def export(
     ] = None,
     browser: Annotated[
         Path | None,
-        typer.Option("--browser", help="Write a folder with a page that draws in browsers.", metavar="FOLDER"),
+        typer.Option(
+            "--browser", help="Write a folder with a page that generates images in browsers.", metavar="FOLDER"
+        ),
     ] = None,
     ort: Annotated[
         str | None,
