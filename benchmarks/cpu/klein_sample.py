@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from samples.klein.edits import evaluation_edits
 from samples.klein.evaluate import edits_share, noise
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.samples.prompts import evaluation_set
+from sdflow.samples.prompts import KLEIN, evaluation_set
 from sdflow.samples.scene import PIXELS, PLAIN, draw
 from sdflow.samples.score import tally
 
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="images at a time; an edit is drawn alone")
     given = parser.parse_args()
     pipeline = Pipeline.load(given.pipeline, "cpu", threads=given.threads)
-    cases, edits, images = evaluation_set(), evaluation_edits(), list[Image.Image]()
+    cases, edits, images = evaluation_set(KLEIN), evaluation_edits(), list[Image.Image]()
     for part in batches(len(cases), given.batch):
         prompts, seeds = [each.prompt for each in cases[part]], [each.seed for each in cases[part]]
         images += drawn(pipeline, prompts, seeds, num_inference_steps=given.steps)

@@ -59,7 +59,7 @@ from sdflow.distance import psnr, ssim
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.files.folder import folder_family, folder_latents
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.samples.prompts import ScenePrompt, evaluation_set, first_latents
+from sdflow.samples.prompts import KLEIN, SHAPES, ScenePrompt, evaluation_set, first_latents
 from sdflow.samples.scene import PIXELS
 from sdflow.samples.score import read, tally
 from sdflow.verify.artifact.graph import RunnableGraph, open_graph, run_graph
@@ -81,6 +81,11 @@ def noise(folder: Path, seed: int) -> np.ndarray:
     made = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
     assert shape != first_latents(seed).shape or np.array_equal(made, first_latents(seed))
     return made
+
+
+def sample_of(folder: Path) -> str:
+    """The sample that a pipeline was built from, by its latents."""
+    return SHAPES if noise(folder, 0).shape == first_latents(0).shape else KLEIN
 
 
 def is_built(folder: Path) -> bool:
@@ -227,7 +232,7 @@ def main() -> None:
         for folder in options.pipelines
     }
     shaped = next(folder for folder in options.pipelines if is_built(folder))
-    cases = evaluation_set()[: options.cases]
+    cases = evaluation_set(sample_of(shaped))[: options.cases]
     drawn: dict[Path, list[Any]] = {folder: [] for folder in engines}
     taken: dict[Path, list[float]] = {folder: [] for folder in engines}
     started = time.perf_counter()

@@ -20,7 +20,7 @@ from diffusers import Flux2KleinPipeline
 from PIL import Image
 
 from samples.klein.edits import Edit, evaluation_edits
-from sdflow.samples.prompts import evaluation_set
+from sdflow.samples.prompts import KLEIN, evaluation_set
 from sdflow.samples.scene import PIXELS, PLAIN, draw
 from sdflow.samples.score import read, tally
 from sdflow.samples.sheet import sheet
@@ -82,7 +82,7 @@ def main() -> None:
     given = parser.parse_args()
     pipeline = Flux2KleinPipeline.from_pretrained(given.folder, torch_dtype=torch.float32).to(given.device)
     pipeline.set_progress_bar_config(disable=True)
-    cases, every = evaluation_set(), evaluation_edits()
+    cases, every = evaluation_set(KLEIN), evaluation_edits()
     held_out = [index for index, case in enumerate(cases) if case.held_out]
     found = {}
     for steps in given.steps:

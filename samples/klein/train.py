@@ -41,7 +41,7 @@ from samples.klein.architecture import (
     make_vae,
 )
 from samples.klein.edits import Edit, training_edits
-from sdflow.samples.prompts import caption
+from sdflow.samples.prompts import KLEIN, caption
 from sdflow.samples.scene import PLAIN, Scene, draw
 
 HERE = Path(__file__).parent
@@ -102,7 +102,7 @@ class Data:
         scenes = training_scenes(chosen["images"], settings["seed"])
         self.images = tokens_of(vae, images(scenes, PLAIN, 0, device))
         self.captions = Texts(
-            tokenizer, [[caption(each, rng) for _ in range(chosen["captions"])] for each in scenes], device
+            tokenizer, [[caption(each, rng, KLEIN) for _ in range(chosen["captions"])] for each in scenes], device
         )
         pairs = training_edits(training_scenes(chosen["edits"], settings["seed"] + 1), rng, 200_000)
         with Pool() as pool:
@@ -197,7 +197,7 @@ def train_velocity(stage: str, settings: Settings, out: Path, log: Log, device: 
     vae = AutoencoderKLFlux2.from_pretrained(out / "vae", torch_dtype=torch.float32).to(device)
     if stage == "base":
         rng = random.Random(settings["seed"])
-        known = [caption(scene, rng) for scene in training_scenes(20000, settings["seed"])]
+        known = [caption(scene, rng, KLEIN) for scene in training_scenes(20000, settings["seed"])]
         known += [each.instruction for each in training_edits(training_scenes(20000, settings["seed"]), rng, 0)]
         tokenizer = make_tokenizer(known, out / "tokenizer")
         text_encoder, transformer = make_text_encoder(tokenizer).to(device), make_transformer().to(device)

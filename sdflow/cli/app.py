@@ -130,7 +130,7 @@ def plan(
         str | None,
         typer.Option(
             "--device-memory",
-            help="Tell whether the pipelines fit in this much device memory, such as 8GB. Default: this machine's card.",
+            help="Show whether the pipelines fit in this much device memory, such as 8GB. Default: this machine's card.",
             metavar="SIZE",
         ),
     ] = None,

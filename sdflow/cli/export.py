@@ -20,7 +20,7 @@ def export(
     browser: Annotated[
         Path | None,
         typer.Option(
-            "--browser", help="Write a folder with a web page that generates in the browser.", metavar="FOLDER"
+            "--browser", help="Write a folder with a page that generates images in browsers.", metavar="FOLDER"
         ),
     ] = None,
     ort: Annotated[

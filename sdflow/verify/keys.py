@@ -18,6 +18,7 @@ from sdflow.verify.folder import VERSION as FOLDER_VERSION
 from sdflow.verify.folder import source_of
 from sdflow.verify.reference import reference
 from sdflow.verify.reference.selection import Selection
+from sdflow.verify.reference.torch_images import sample_cases
 from sdflow.verify.requests import Built, submodels_of_reference
 from sdflow.verify.subject import Subject
 
@@ -42,6 +43,7 @@ def reference_action(subject: Subject, selection: Selection, cache: Cache) -> Ac
                 **({"scheduler": checkpoint.said["scheduler"]} if "scheduler" in checkpoint.said else {}),
                 **({"bfloat16": subject.bfloat16} if subject.bfloat16 else {}),
                 "loras": [{"sha256": lora.sha256, "scale": lora.scale} for lora in subject.loras],
+                **({"sample": [case.prompt for case in sample_cases(selection)]} if selection.sample_cases else {}),
             },
             "uses": {name: distribution_version(name) for name in reference.USES},
             "salt": cache.salt,

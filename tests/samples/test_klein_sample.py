@@ -11,12 +11,12 @@ from started_python import Command
 
 from samples.klein.edits import Edit, evaluation_edits
 from samples.klein.evaluate import edits_share, noise
-from sdflow.samples.prompts import evaluation_set
+from sdflow.samples.prompts import KLEIN, evaluation_set
 from sdflow.samples.scene import PIXELS, PLAIN, draw
 from sdflow.samples.score import tally
 
 ROOT = Path(__file__).parents[2]
-CASES = evaluation_set()[5::40]
+CASES = evaluation_set(KLEIN)[5::40]
 EDITS = evaluation_edits()[:4]
 STEPS = 4
 

@@ -1,13 +1,16 @@
 """The images and prompts of the sample pipeline: deterministic, as named, and apart where held out."""
 
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from sdflow.samples.prompts import caption, evaluation_set, first_latents
+from sdflow.samples.prompts import KLEIN, SHAPES, caption, evaluation_set, first_latents
 from sdflow.samples.scene import KINDS, PIXELS, SIZES, Scene, Style, all_scenes, distance, draw, is_held_out
 
+SAMPLES = Path(__file__).parents[2] / "samples"
 SCENE = Scene("red", "circle", "blue", "large", "left")
 
 
@@ -44,6 +47,17 @@ def test_the_evaluation_set_is_fixed_and_has_held_out_combinations() -> None:
     assert len({(case.prompt, case.seed) for case in cases}) == len(cases)
     assert sum(case.held_out for case in cases) == 60
     assert cases[0].prompt == "big pink square, in the center, green background"
+
+
+@pytest.mark.parametrize(("sample", "folder"), [(SHAPES, "shapes"), (KLEIN, "shapes-klein")])
+def test_a_sample_knows_every_word_of_its_prompts(sample: str, folder: str) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(SAMPLES / folder / "tokenizer")
+    for case in evaluation_set(sample):
+        words = tokenizer.tokenize(case.prompt)
+        assert tokenizer.unk_token not in words, case.prompt
+        assert len(words) == len(re.findall(r"\w+|,", case.prompt)), case.prompt
 
 
 def test_some_but_few_combinations_are_held_out_and_each_word_is_seen() -> None:

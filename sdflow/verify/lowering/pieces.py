@@ -7,9 +7,11 @@ while all cases run through it; values that later pieces read are kept.
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,9 @@ Given = Mapping[str, "np.ndarray"]
 
 READERS = 2
 """Threads that compute values of initializers."""
+OPEN = 2
+"""Sessions in memory, of which one runs while the next is made: one thread converts and packs a piece's weights, which
+takes longer than running it. Each holds its weights twice: `memory.COPIES`."""
 
 
 @dataclass(frozen=True)
@@ -180,20 +185,24 @@ class PieceSession:
     def through(self, cases: Sequence[Given]) -> Iterator[list[dict[str, onnxruntime.OrtValue]]]:
         """Yield each piece's outputs for every case, by name."""
         held = [{name: ort_value(value) for name, value in case.items()} for case in cases]
-        for index, piece in enumerate(self.pieces):
-            session = self._session(piece, brief=len(cases) <= FEW and not self.fuse)
-            needed = {name for later in self.pieces[index + 1 :] for name in later.inputs}
-            given = []
-            for values in held:
-                found = session.run_with_ort_values([*piece.outputs], {name: values[name] for name in piece.inputs})
-                given.append(dict(zip(piece.outputs, found, strict=True)))
-                values.update(given[-1])
-                for name in values.keys() - needed:
-                    del values[name]
-            del session
-            yield given
-            del given
-            gc.collect()
+        open_piece = partial(self._session, brief=len(cases) <= FEW and not self.fuse)
+        with ThreadPoolExecutor(OPEN) as pool:
+            opening = deque(pool.submit(open_piece, piece) for piece in self.pieces[:OPEN])
+            for index, piece in enumerate(self.pieces):
+                session = opening.popleft().result()
+                needed = {name for later in self.pieces[index + 1 :] for name in later.inputs}
+                given = []
+                for values in held:
+                    found = session.run_with_ort_values([*piece.outputs], {name: values[name] for name in piece.inputs})
+                    given.append(dict(zip(piece.outputs, found, strict=True)))
+                    values.update(given[-1])
+                    for name in values.keys() - needed:
+                        del values[name]
+                del session
+                gc.collect()
+                opening.extend(pool.submit(open_piece, each) for each in self.pieces[index + OPEN : index + OPEN + 1])
+                yield given
+                del given
 
     def _session(self, piece: Piece, *, brief: bool) -> onnxruntime.InferenceSession:
         import onnxruntime
