@@ -226,6 +226,20 @@ def test_bands_no_higher_than_their_margins_are_refused() -> None:
     assert decompose(graph, lambda rows: {"latent_height": rows, "latent_width": 6}, ROWS, 7).stages[0].margin == 3
 
 
+@pytest.mark.parametrize(("rows", "band"), [(52, 28), (53, 28), (13, 12)])
+def test_a_graph_with_fewer_rows_than_the_latents_is_refused(rows: int, band: int) -> None:
+    """A band may begin between two of its rows."""
+    names = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    graph = graph_of(
+        helper.make_node("Conv", ["x", "w"], ["half"], "halves", pads=[1, 1, 1, 1], strides=[2, 1]),
+        helper.make_node("Resize", ["half", "", "twice"], ["y"], **names),
+    )
+    for name, value in {"w": np.ones((4, 4, 3, 3), np.float32), "twice": np.array([1, 1, 2, 1], np.float32)}.items():
+        graph.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    with pytest.raises(PassError, match="Conv halves cannot run in bands"):
+        decompose(graph, lambda count: {"latent_height": count, "latent_width": 6}, rows, band)
+
+
 def test_a_graph_that_cannot_run_in_bands_is_tiled_and_a_warning_names_the_operator(tiny_pipeline: Path) -> None:
     pipeline = Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False, vae_tiles=True)
 
