@@ -240,6 +240,29 @@ def test_a_graph_with_fewer_rows_than_the_latents_is_refused(rows: int, band: in
         decompose(graph, lambda count: {"latent_height": count, "latent_width": 6}, rows, band)
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_graph_that_needs_statistics_of_its_input_is_refused(others: int) -> None:
+    """They would not be measured, with or without other results of the first stage."""
+    nodes = [
+        helper.make_node("Reshape", ["x", "groups"], ["grouped"]),
+        helper.make_node("InstanceNormalization", ["grouped", "one", "zero"], ["normalized"], "first"),
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Reshape", ["normalized", "shape"], ["a"]),
+        helper.make_node("Conv", ["x" if others else "a", "w"], ["b"], pads=[1, 1, 1, 1]),
+        helper.make_node("Add", ["a", "b"], ["y"]),
+    ]
+    graph = graph_of(*nodes)
+    for name, value in {
+        "groups": np.array([0, 2, -1]), "one": np.ones(2, np.float32), "zero": np.zeros(2, np.float32),
+        "w": np.ones((4, 4, 3, 3), np.float32),
+    }.items():  # fmt: skip
+        graph.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    with pytest.raises(
+        PassError, match="InstanceNormalization first cannot run in bands: it normalizes the graph's input"
+    ):
+        decompose(graph, lambda rows: {"latent_height": rows, "latent_width": 6}, ROWS, BAND)
+
+
 def test_a_graph_that_cannot_run_in_bands_is_tiled_and_a_warning_names_the_operator(tiny_pipeline: Path) -> None:
     pipeline = Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False, vae_tiles=True)
 

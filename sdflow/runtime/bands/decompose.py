@@ -94,6 +94,8 @@ class _Cut:
             [name for name in stored if self.stage_of[name] == stage and name not in self.inputs]
             for stage in range(last + 1)
         ]
+        if not all(made):
+            raise PassError("all rows of its input are needed at once", where="bands")
         uses = {name: stage for stage, (names, _) in enumerate(needs) for name in names}
         parts = [
             [self._stage(rows, *needs[stage], made[stage], stored) for stage in range(last + 1)]
