@@ -58,18 +58,19 @@ def tile_pixels(config: Mapping[str, Any]) -> int:
     return int(config.get("sample_size", TILE))
 
 
-def tiling(half: Submodel, rows: int, columns: int, scale: int, tiles: bool | None) -> Tiling | None:
+def tiling(half: Submodel, rows: int, columns: int, scale: int, tiles: bool | None, others: int = 0) -> Tiling | None:
     """Return how latents of this size are divided, or None to process the whole. Weights that take turns leave the device
     as far as the run needs their room.
 
     scale: pixels per latent. tiles: None: only if the whole would exceed free memory, with bands or tiles as large as
-    fit; True: bands with as many pixels as the VAE's own size, or tiles of that size; False: never.
+    fit; True: bands with as many pixels as the VAE's own size, or tiles of that size; False: never. others: bytes that
+    others are about to take.
     """
     compiled = half.static_shapes or half.profiles  # each size would be compiled, and the device's memory is unknown
     wanted = _wanted(half, rows, columns)
     if tiles is None and (compiled or wanted <= max(ALWAYS_THERE, half.reached)):
         return None
-    free = SHARE * _room(half)
+    free = SHARE * (_room(half) - others)
     found, needed = None, wanted
     if tiles or (tiles is None and wanted > free):
         if compiled or half.path is None or half.blends:

@@ -196,6 +196,21 @@ def test_what_ran_whole_once_goes_on_so_and_who_says_it_gets_it_whole(
     assert 0 < (asked - whole).abs().max() < 1e-5
 
 
+def test_a_decoder_is_created_beside_a_denoiser_only_if_both_fit(
+    tiny_pipeline: Path, short: Callable[[int], None]
+) -> None:
+    """On a device it is also run then: one that only fits alone would fail, and with it an image that is possible in bands."""
+    pipeline = Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False)
+    decoder, shape = pipeline.submodels["vae_decoder"], pipeline.latents_shape(1, 192, 256)
+    alone = int(vae._wanted(decoder, *shape[2:]) / vae.SHARE)
+    for free, created in ((alone + 2**20, 0), (alone + 2**30, 1)):
+        short(free)
+        assert vae.tiling(decoder, *shape[2:], pipeline.latents.scale, None) is None
+        pipeline.denoisers.unload()
+        pipeline.denoiser(shape, 2)
+        assert len(decoder._bound) == created
+
+
 def test_generate_takes_the_option(tiny_pipeline: Path, tmp_path: Path) -> None:
     def draw(option: str) -> np.ndarray:
         from PIL import Image
