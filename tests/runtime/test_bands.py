@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from sdflow.runtime.bands.stages import Decomposition
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.sessions.bound import Bound
 from sdflow.runtime.sessions.place import place
-from sdflow.runtime.sessions.session import create_session
+from sdflow.runtime.sessions.session import PLAIN, create_session
 from sdflow.sources import Checkpoint, PlainDigests, open_checkpoint
 from sdflow.targets import TARGETS
 from sdflow.verify.lowering.lower import lower
@@ -189,6 +190,28 @@ def test_on_a_gpu_sessions_are_kept_but_not_the_tensors_of_all_stages(
     assert max(alive) <= 1, "the last stage's, until the next has its own"
     assert torch.equal(first, again)
     np.testing.assert_allclose(np.asarray(first), cut.whole(cut.graph, image), atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["cuda", "cpu"])
+def test_on_a_gpu_bands_give_the_whole_image_and_keep_no_host_memory(
+    storage: str, converted: Converted, tmp_path: Path
+) -> None:
+    where = place("cuda")
+    for cut in cuts("tiny", "cuda", converted, tmp_path):
+
+        def part_session(graph: Any, *, capture: bool, model: Path = cut.path) -> Any:
+            return create_session(model, TARGETS["cuda"], replace(PLAIN, stream=where.stream.cuda_stream), graph=graph)
+
+        half: Any = SimpleNamespace(place=where, part_session=part_session)
+        bands = Bands(half, cut.parts, storage)
+        image = torch.randn(cut.shape, generator=torch.Generator().manual_seed(1))
+        expected = cut.whole(lower(cut.graph).model, image)
+        with where.current(), torch.no_grad():
+            for _ in range(2):
+                np.testing.assert_allclose(bands(image.cuda()).float().cpu().numpy(), expected, atol=2e-2)
+    if storage == "cpu":
+        assert torch.cuda.host_memory_stats()["allocated_bytes.current"] == 0
 
 
 def graph_of(*nodes: Any) -> Any:
