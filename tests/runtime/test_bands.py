@@ -263,6 +263,23 @@ def test_a_graph_with_fewer_rows_than_the_latents_is_refused(rows: int, band: in
         decompose(graph, lambda count: {"latent_height": count, "latent_width": 6}, rows, band)
 
 
+def test_a_graph_that_knows_the_places_of_rows_is_refused() -> None:
+    """Folded into a constant, they are the band's."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["height"], start=2, end=3),
+        helper.make_node("Squeeze", ["height"], ["rows"]),
+        helper.make_node("Range", ["zero", "rows", "one"], ["places"]),
+        helper.make_node("Cast", ["places"], ["heights"], to=TensorProto.FLOAT),
+        helper.make_node("Reshape", ["heights", "column"], ["grid"]),
+        helper.make_node("Add", ["x", "grid"], ["y"]),
+    ]
+    graph = graph_of(*nodes)
+    for name, value in {"zero": 0, "one": 1, "column": [1, 1, -1, 1]}.items():
+        graph.graph.initializer.append(onnx.numpy_helper.from_array(np.array(value, np.int64), name))
+    with pytest.raises(PassError, match="the graph differs between sizes"):
+        decompose(graph, lambda rows: {"latent_height": rows, "latent_width": 6}, ROWS, BAND)
+
+
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_graph_that_needs_statistics_of_its_input_is_refused(others: int) -> None:
     """They would not be measured, with or without other results of the first stage."""
