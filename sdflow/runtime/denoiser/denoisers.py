@@ -273,14 +273,15 @@ class Denoisers:
 
         # The decoder must fit beside all this: one that does not runs in bands once the denoiser has its memory.
         taken = self._bytes(shape, sizes) + _unloaded_bytes((self._model, *texts))
-        alone = self._low_memory or tiling(self._decoder, *shape[2:], self._scale, self._tiles, taken) is not None
+        size = shape[2], shape[3]
+        fits = not self._low_memory and tiling(self._decoder, *size, self._scale, self._tiles, taken) is None
         with ThreadPoolExecutor(max_workers=3 + len(texts)) as pool:
             parted = pool.submit(denoiser)
             others: list[Future[object]] = []
             if not self._low_memory:
                 others.append(pool.submit(self._model.load_weights))  # while its graph is split
                 others += [pool.submit(bound, text, self._text_rows) for text in texts]
-            if not alone:
+            if fits:
                 others.append(pool.submit(bound, self._decoder, 1))
             made = parted.result()
             for each in others:
