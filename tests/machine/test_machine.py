@@ -105,7 +105,7 @@ def test_an_import_that_fails_for_a_missing_extra_is_told_in_words(monkeypatch: 
 def test_diffusers_alone_knows_the_installed_distributions_once_it_asks_for_them() -> None:
     code = """
 import importlib.metadata
-from sdflow.machine.diffusers_alone import import_diffusers_alone
+from sdflow.machine.lean_imports import import_diffusers_alone
 import_diffusers_alone()
 from diffusers.utils import import_utils
 found = import_utils._package_map
@@ -119,7 +119,7 @@ assert import_utils._is_distribution_installed("PIL")[0]
 def test_a_module_that_was_imported_alone_is_the_librarys_own() -> None:
     code = """
 import sys
-from sdflow.machine.diffusers_alone import import_module_alone
+from sdflow.machine.lean_imports import import_module_alone
 import_module_alone("transformers", "models.clip.tokenization_clip")
 alone = sys.modules["transformers.models.clip.tokenization_clip"].CLIPTokenizer
 assert not {"transformers", "transformers.models", "transformers.models.auto"} & sys.modules.keys()
@@ -145,7 +145,7 @@ def test_a_library_that_does_not_import_alone_is_left_as_it_was(has_distribution
         )
     code = """
 import sys
-from sdflow.machine.diffusers_alone import import_module_alone
+from sdflow.machine.lean_imports import import_module_alone
 import_module_alone("lonely", "parts.one")
 assert not [name for name in sys.modules if name.startswith("lonely")]
 from lonely.parts import one
