@@ -58,6 +58,11 @@ class DeviceWeights:
         """Working memory in bytes of sessions that are created from now on, in float32 (`row_bytes`). It is kept free
         for their first runs."""
 
+    @property
+    def loaded(self) -> bool:
+        """Whether the weights have been copied to the device."""
+        return self._values is not None
+
     def load(self) -> None:
         """Copy the weights to the device, unless they are there. Raises VerificationError like `of`."""
         self._loaded()
