@@ -53,6 +53,15 @@ def _left_of_container(root: Path) -> int | None:
     return None
 
 
+def free_page_locked() -> None:
+    """Return the page-locked memory that torch keeps for later tensors, whose sizes it rounds up to powers of two, to the
+    system."""
+    import torch
+
+    public = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.11 lacks it
+    (torch._C._host_emptyCache if public is None else public)()
+
+
 def trim() -> None:
     """Return glibc's free memory to the system. Does nothing elsewhere."""
     if sys.platform == "linux":

@@ -8,7 +8,7 @@ and targets that compile every graph, use overlapping tiles instead, which chang
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -58,61 +58,62 @@ def tile_pixels(config: Mapping[str, Any]) -> int:
     return int(config.get("sample_size", TILE))
 
 
-def tiling(half: Submodel, rows: int, columns: int, scale: int, tiles: bool | None) -> Tiling | None:
-    """Return how latents of this size are divided, or None to process the whole.
+def tiling(half: Submodel, rows: int, columns: int, scale: int, tiles: bool | None, others: int = 0) -> Tiling | None:
+    """Return how latents of this size are divided, or None to process the whole. Weights that take turns leave the device
+    as far as the run needs their room.
 
     scale: pixels per latent. tiles: None: only if the whole would exceed free memory, with bands or tiles as large as
-    fit; True: bands with as many pixels as the VAE's own size, or tiles of that size.
+    fit; True: bands with as many pixels as the VAE's own size, or tiles of that size; False: never. others: bytes that
+    others are about to take.
     """
     compiled = half.static_shapes or half.profiles  # each size would be compiled, and the device's memory is unknown
-    banded = not (compiled or half.path is None or half.blends)
-    own = tile_pixels(half.config)
-    if tiles is not None:
-        if banded:
-            band = max(LEAST_BAND, own * own // (columns * scale) // scale)
-            return _on_storage(half, band, rows, columns, scale) if tiles and band < rows else None
-        return Tiling(own, None) if tiles and max(rows, columns) * scale > own else None
-    if compiled:
-        return None
     wanted = _wanted(half, rows, columns)
-    if wanted <= max(ALWAYS_THERE, half.reached):
+    if tiles is None and (compiled or wanted <= max(ALWAYS_THERE, half.reached)):
         return None
-    free = SHARE * _room(half)
-    found, least = None, wanted
-    if wanted > free and banded and rows > LEAST_BAND:
-        found, least = _largest_bands(half, rows, columns, scale, free)
-    elif wanted > free and not banded:
-        side = own
-        while side // 2 >= LEAST_TILE and _wanted(half, side // scale, side // scale) > free:
-            side //= 2
-        if max(rows, columns) * scale > side:
-            found, least = Tiling(side, None), _wanted(half, side // scale, side // scale)
-    if half.residency is not None:
-        half.residency.make_room(int(least / SHARE) + HEADROOM)
+    free = SHARE * (_room(half) - others)
+    found, needed = None, wanted
+    if tiles or (tiles is None and wanted > free):
+        if compiled or half.path is None or half.blends:
+            side = tile_pixels(half.config)
+            while not tiles and side // 2 >= LEAST_TILE and _wanted(half, side // scale, side // scale) > free:
+                side //= 2
+            if max(rows, columns) * scale > side:
+                found, needed = Tiling(side, None), _wanted(half, side // scale, side // scale)
+        elif bands := _own_bands(half, rows, columns, scale) if tiles else _halved_bands(rows):
+            found, needed = _bands_that_fit(half, rows, columns, scale, bands, free)
+    if half.residency is not None and needed > ALWAYS_THERE:
+        half.residency.make_room(int(needed / SHARE) + HEADROOM)
     return found
 
 
-def _largest_bands(half: Submodel, rows: int, columns: int, scale: int, free: float) -> tuple[Tiling, int]:
-    """Return the largest bands that fit in the free bytes of the device, and how much they take: with all values on the
-    device, else with those between stages in host memory. If nothing fits, the smallest."""
+def _own_bands(half: Submodel, rows: int, columns: int, scale: int) -> list[int]:
+    """Return the rows of a band with as many pixels as the VAE's own size, if the image has more."""
+    band = max(LEAST_BAND, tile_pixels(half.config) ** 2 // (columns * scale) // scale)
+    return [band] if band < rows else []
+
+
+def _halved_bands(rows: int) -> list[int]:
+    """Return the rows of bands from the largest to the smallest; none if the image is no larger than that."""
+    found, band = [], rows
+    while band > LEAST_BAND:
+        band = max(LEAST_BAND, -(-band // 2))
+        found.append(band)
+    return found
+
+
+def _bands_that_fit(
+    half: Submodel, rows: int, columns: int, scale: int, bands: Sequence[int], free: float
+) -> tuple[Tiling, int]:
+    """Return the first of these bands that fit in the free bytes of the device, and how much they take: with all values on the
+    device, else with those between stages in host memory. If nothing fits, the last."""
     model, device = half.part.model, half.place.device
     needs = []
     for storage in dict.fromkeys((device, HOST)):
         stored = stored_bytes(half.config, rows * scale, columns * scale) if storage == device else 0
-        band = rows
-        while band > LEAST_BAND:
-            band = max(LEAST_BAND, -(-band // 2))
-            needs.append(
-                (Tiling(band * scale, storage), stored + band_bytes(model, half.config, (rows, columns), band, scale))
-            )
+        for band in bands:
+            needed = stored + band_bytes(model, half.config, (rows, columns), band, scale)
+            needs.append((Tiling(band * scale, storage), needed))
     return next((each for each in needs if each[1] <= free), needs[-1])
-
-
-def _on_storage(half: Submodel, band: int, rows: int, columns: int, scale: int) -> Tiling:
-    stored = stored_bytes(half.config, rows * scale, columns * scale)
-    needed = stored + band_bytes(half.part.model, half.config, (rows, columns), band, scale)
-    device = half.place.device
-    return Tiling(band * scale, device if device == HOST or needed <= SHARE * _room(half) else HOST)
 
 
 def decode(

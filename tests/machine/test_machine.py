@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -104,7 +105,7 @@ def test_an_import_that_fails_for_a_missing_extra_is_told_in_words(monkeypatch: 
 def test_diffusers_alone_knows_the_installed_distributions_once_it_asks_for_them() -> None:
     code = """
 import importlib.metadata
-from sdflow.machine.diffusers_alone import import_diffusers_alone
+from sdflow.machine.lean_imports import import_diffusers_alone
 import_diffusers_alone()
 from diffusers.utils import import_utils
 found = import_utils._package_map
@@ -118,7 +119,7 @@ assert import_utils._is_distribution_installed("PIL")[0]
 def test_a_module_that_was_imported_alone_is_the_librarys_own() -> None:
     code = """
 import sys
-from sdflow.machine.diffusers_alone import import_module_alone
+from sdflow.machine.lean_imports import import_module_alone
 import_module_alone("transformers", "models.clip.tokenization_clip")
 alone = sys.modules["transformers.models.clip.tokenization_clip"].CLIPTokenizer
 assert not {"transformers", "transformers.models", "transformers.models.auto"} & sys.modules.keys()
@@ -127,3 +128,28 @@ from transformers import CLIPTextModel, CLIPTokenizer
 assert CLIPTokenizer is alone and CLIPTextModel.__name__ == "CLIPTextModel"
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("has_distribution", [False, True])
+def test_a_library_that_does_not_import_alone_is_left_as_it_was(has_distribution: bool, tmp_path: Path) -> None:
+    """A checkout on the path has no distribution. With one, the module fails because its library's own code has not run."""
+    folder = tmp_path / "lonely" / "parts"
+    folder.mkdir(parents=True)
+    (tmp_path / "lonely" / "__init__.py").write_text("ready = {1}")
+    (folder / "__init__.py").touch()
+    (folder / "one.py").write_text("import lonely\ntotal = 1 / len(getattr(lonely, 'ready', ()))")
+    if has_distribution:
+        (tmp_path / "lonely-1.0.dist-info").mkdir()
+        (tmp_path / "lonely-1.0.dist-info" / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: lonely\nVersion: 1.0\n"
+        )
+    code = """
+import sys
+from sdflow.machine.lean_imports import import_module_alone
+import_module_alone("lonely", "parts.one")
+assert not [name for name in sys.modules if name.startswith("lonely")]
+from lonely.parts import one
+assert one.total == 1
+"""
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": path})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from sdflow.runtime.bands.stages import Decomposition
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.sessions.bound import Bound
 from sdflow.runtime.sessions.place import place
-from sdflow.runtime.sessions.session import create_session
+from sdflow.runtime.sessions.session import PLAIN, create_session
 from sdflow.sources import Checkpoint, PlainDigests, open_checkpoint
 from sdflow.targets import TARGETS
 from sdflow.verify.lowering.lower import lower
@@ -191,6 +192,28 @@ def test_on_a_gpu_sessions_are_kept_but_not_the_tensors_of_all_stages(
     np.testing.assert_allclose(np.asarray(first), cut.whole(cut.graph, image), atol=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["cuda", "cpu"])
+def test_on_a_gpu_bands_give_the_whole_image_and_keep_no_host_memory(
+    storage: str, converted: Converted, tmp_path: Path
+) -> None:
+    where = place("cuda")
+    for cut in cuts("tiny", "cuda", converted, tmp_path):
+
+        def part_session(graph: Any, *, capture: bool, model: Path = cut.path) -> Any:
+            return create_session(model, TARGETS["cuda"], replace(PLAIN, stream=where.stream.cuda_stream), graph=graph)
+
+        half: Any = SimpleNamespace(place=where, part_session=part_session)
+        bands = Bands(half, cut.parts, storage)
+        image = torch.randn(cut.shape, generator=torch.Generator().manual_seed(1))
+        expected = cut.whole(lower(cut.graph).model, image)
+        with where.current(), torch.no_grad():
+            for _ in range(2):
+                np.testing.assert_allclose(bands(image.cuda()).float().cpu().numpy(), expected, atol=2e-2)
+    if storage == "cpu":
+        assert torch.cuda.host_memory_stats()["allocated_bytes.current"] == 0
+
+
 def graph_of(*nodes: Any) -> Any:
     axes = [1, 4, "latent_height", "latent_width"]
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, axes) for name in ("x", "y")]
@@ -224,6 +247,60 @@ def test_bands_no_higher_than_their_margins_are_refused() -> None:
     with pytest.raises(PassError, match="bands of 6 rows are too small for margins of 3"):
         decompose(graph, lambda rows: {"latent_height": rows, "latent_width": 6}, ROWS, 6)
     assert decompose(graph, lambda rows: {"latent_height": rows, "latent_width": 6}, ROWS, 7).stages[0].margin == 3
+
+
+@pytest.mark.parametrize(("rows", "band"), [(52, 28), (53, 28), (13, 12)])
+def test_a_graph_with_fewer_rows_than_the_latents_is_refused(rows: int, band: int) -> None:
+    """A band may begin between two of its rows."""
+    names = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    graph = graph_of(
+        helper.make_node("Conv", ["x", "w"], ["half"], "halves", pads=[1, 1, 1, 1], strides=[2, 1]),
+        helper.make_node("Resize", ["half", "", "twice"], ["y"], **names),
+    )
+    for name, value in {"w": np.ones((4, 4, 3, 3), np.float32), "twice": np.array([1, 1, 2, 1], np.float32)}.items():
+        graph.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    with pytest.raises(PassError, match="Conv halves cannot run in bands"):
+        decompose(graph, lambda count: {"latent_height": count, "latent_width": 6}, rows, band)
+
+
+def test_a_graph_that_knows_the_places_of_rows_is_refused() -> None:
+    """Folded into a constant, they are the band's."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["height"], start=2, end=3),
+        helper.make_node("Squeeze", ["height"], ["rows"]),
+        helper.make_node("Range", ["zero", "rows", "one"], ["places"]),
+        helper.make_node("Cast", ["places"], ["heights"], to=TensorProto.FLOAT),
+        helper.make_node("Reshape", ["heights", "column"], ["grid"]),
+        helper.make_node("Add", ["x", "grid"], ["y"]),
+    ]
+    graph = graph_of(*nodes)
+    for name, value in {"zero": 0, "one": 1, "column": [1, 1, -1, 1]}.items():
+        graph.graph.initializer.append(onnx.numpy_helper.from_array(np.array(value, np.int64), name))
+    with pytest.raises(PassError, match="the graph differs between sizes"):
+        decompose(graph, lambda rows: {"latent_height": rows, "latent_width": 6}, ROWS, BAND)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_graph_that_needs_statistics_of_its_input_is_refused(others: int) -> None:
+    """They would not be measured, with or without other results of the first stage."""
+    nodes = [
+        helper.make_node("Reshape", ["x", "groups"], ["grouped"]),
+        helper.make_node("InstanceNormalization", ["grouped", "one", "zero"], ["normalized"], "first"),
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Reshape", ["normalized", "shape"], ["a"]),
+        helper.make_node("Conv", ["x" if others else "a", "w"], ["b"], pads=[1, 1, 1, 1]),
+        helper.make_node("Add", ["a", "b"], ["y"]),
+    ]
+    graph = graph_of(*nodes)
+    for name, value in {
+        "groups": np.array([0, 2, -1]), "one": np.ones(2, np.float32), "zero": np.zeros(2, np.float32),
+        "w": np.ones((4, 4, 3, 3), np.float32),
+    }.items():  # fmt: skip
+        graph.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    with pytest.raises(
+        PassError, match="InstanceNormalization first cannot run in bands: it normalizes the graph's input"
+    ):
+        decompose(graph, lambda rows: {"latent_height": rows, "latent_width": 6}, ROWS, BAND)
 
 
 def test_a_graph_that_cannot_run_in_bands_is_tiled_and_a_warning_names_the_operator(tiny_pipeline: Path) -> None:

@@ -146,12 +146,13 @@ def test_where_memory_is_short_the_decoder_gives_the_same_image_in_bands_and_say
 def test_bands_are_as_large_as_fits_and_store_on_the_device_what_fits(tiny_pipeline: Path) -> None:
     pipeline = Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False)
     decoder = pipeline.submodels["vae_decoder"]
-    found = [vae._largest_bands(decoder, 128, 128, 8, free) for free in (0, 2**29, 2**30, 2**40)]
+    bands = vae._halved_bands(128)
+    found = [vae._bands_that_fit(decoder, 128, 128, 8, bands, free) for free in (0, 2**29, 2**30, 2**40)]
     sizes = [tiling.pixels for tiling, _ in found]
     assert sizes[0] == 8 * LEAST_BAND and sizes == sorted(sizes) and sizes[-1] == 512
     assert all(needed <= free for (_, needed), free in zip(found[1:], (2**29, 2**30, 2**40), strict=True))
     on_cuda: Any = SimpleNamespace(part=decoder.part, config=decoder.config, place=SimpleNamespace(device="cuda"))
-    stored = [vae._largest_bands(on_cuda, 128, 128, 8, free)[0].storage for free in (2**24, 2**40)]
+    stored = [vae._bands_that_fit(on_cuda, 128, 128, 8, bands, free)[0].storage for free in (2**24, 2**40)]
     assert stored == ["cpu", "cuda"]
 
 
@@ -195,6 +196,21 @@ def test_what_ran_whole_once_goes_on_so_and_who_says_it_gets_it_whole(
         assert torch.equal(forced.decode(latents), whole)
         asked = Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False, vae_tiles=True).decode(latents)
     assert 0 < (asked - whole).abs().max() < 1e-5
+
+
+def test_a_decoder_is_created_beside_a_denoiser_only_if_both_fit(
+    tiny_pipeline: Path, short: Callable[[int], None]
+) -> None:
+    """On a device it is also run then: one that only fits alone would fail, and with it an image that is possible in bands."""
+    pipeline = Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False)
+    decoder, shape = pipeline.submodels["vae_decoder"], pipeline.latents_shape(1, 192, 256)
+    alone = int(vae._wanted(decoder, *shape[2:]) / vae.SHARE)
+    for free, created in ((alone + 2**20, 0), (alone + 2**30, 1)):
+        short(free)
+        assert vae.tiling(decoder, *shape[2:], pipeline.latents.scale, None) is None
+        pipeline.denoisers.unload()
+        pipeline.denoiser(shape, 2)
+        assert len(decoder._bound) == created
 
 
 def test_generate_takes_the_option(tiny_pipeline: Path, tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_a_decoder_evicts_what_it_needs_and_works_in_bands_only_if_all_would_not
     part = folder_family(tiny_pipeline).part("vae_decoder").of(config)
     monkeypatch.setattr(vae, "ALWAYS_THERE", 0)
 
-    def tiled(room: int) -> tuple[vae.Tiling | None, int]:
+    def tiled(room: int, tiles: bool | None = None) -> tuple[vae.Tiling | None, int]:
         """The bands for a large image, and how much then leaves; of `room` bytes, all but 5 MB are in use."""
         device = Device(HEADROOM + 5 * MB)
         places, weights = Residency(device.free, lambda: None), Pieces(device, (room - 5 * MB) // MB, MB)
@@ -186,7 +186,7 @@ def test_a_decoder_evicts_what_it_needs_and_works_in_bands_only_if_all_would_not
             part=part, config=config, place=SimpleNamespace(device="cuda"), residency=places, reached=0,
             static_shapes=False, profiles=False, path=Path("model.onnx"), blends=False,
         )  # fmt: skip
-        found = vae.tiling(half, 128, 128, 8, None), weights.missing
+        found = vae.tiling(half, 128, 128, 8, tiles), weights.missing
         device.maps.clear()
         return found
 
@@ -194,11 +194,13 @@ def test_a_decoder_evicts_what_it_needs_and_works_in_bands_only_if_all_would_not
     whole = int(vae._wanted(half, 128, 128) / vae.SHARE)
     found, left = tiled(whole + 40 * MB)
     assert found is None and whole - 5 * MB <= left <= whole - 3 * MB
-    found, left = tiled(whole - HEADROOM - 20 * MB)
-    assert found is not None and found.storage in ("cpu", "cuda")
-    stored = stored_bytes(config, 1024, 1024) if found.storage == "cuda" else 0
-    needed = int((stored + band_bytes(part.model, config, (128, 128), found.pixels // 8, 8)) / vae.SHARE)
-    assert max(0, needed - 5 * MB) <= left <= max(0, needed - 3 * MB)
+    assert tiled(whole + 40 * MB, tiles=False) == (None, left), "who says it gets it whole, and the room for it"
+    for room, tiles in ((whole - HEADROOM - 20 * MB, None), (whole + 40 * MB, True)):
+        found, left = tiled(room, tiles)
+        assert found is not None and found.storage in ("cpu", "cuda")
+        stored = stored_bytes(config, 1024, 1024) if found.storage == "cuda" else 0
+        needed = int((stored + band_bytes(part.model, config, (128, 128), found.pixels // 8, 8)) / vae.SHARE)
+        assert max(0, needed - 5 * MB) <= left <= max(0, needed - 3 * MB)
 
 
 def test_room_is_made_for_what_work_allocates_even_if_its_weights_are_there() -> None:

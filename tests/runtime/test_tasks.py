@@ -14,7 +14,7 @@ import torch
 from named_schedulers import SAMPLERS
 from PIL import Image
 
-from sdflow.errors import UsageError
+from sdflow.errors import UsageError, VerificationError
 from sdflow.families.shared.noising import DIFFUSION
 from sdflow.runtime.denoiser.schedule import named_scheduler, trace
 from sdflow.runtime.files.folder import load_submodel
@@ -194,6 +194,14 @@ def test_with_little_memory_the_image_is_the_one_that_diffusers_decodes_whole(
     with torch.no_grad():
         expected = tiny_torch.vae.decode(latents / tiny_torch.vae.config.scaling_factor).sample
     assert_equal_images(drawn.numpy(), (expected / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).numpy())
+
+
+def test_with_little_memory_a_submodel_that_failed_does_not_stay_loaded(tiny_pipeline: Path) -> None:
+    frugal = Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False, low_memory=True)
+    with pytest.raises(VerificationError):
+        frugal.decode(torch.zeros(1, frugal.latents.channels + 1, 8, 8))
+    decoder = frugal.submodels["vae_decoder"]
+    assert decoder._session is None and not decoder._bound
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,9 @@ class _Cut:
         self.types = {count: types_of(each.graph) for count, each in self.models.items()}
         self.nodes = list(self.models[rows].graph.node)
         made = [[(node.op_type, *node.output) for node in each.graph.node] for each in self.models.values()]
-        if found[band] != found[rows] or made[0] != made[-1]:
-            raise PassError("the graph has different nodes at different image sizes", where="bands")
+        fixed = [_fixed_constants(each) for each in self.models.values()]
+        if found[band] != found[rows] or made[0] != made[-1] or fixed[0] != fixed[-1]:
+            raise PassError("the graph differs between image sizes", where="bands")
         self.inputs = [item.name for item in model.graph.input]
         self.results = [item.name for item in model.graph.output]
         self.shapes = {
@@ -95,6 +96,8 @@ class _Cut:
             [name for name in stored if self.stage_of[name] == stage and name not in self.inputs]
             for stage in range(last + 1)
         ]
+        if not all(made):
+            raise PassError("all rows of its input are needed at once", where="bands")
         uses = {name: stage for stage, (names, _) in enumerate(needs) for name in names}
         parts = [
             [self._stage(rows, *needs[stage], made[stage], stored) for stage in range(last + 1)]
@@ -227,3 +230,13 @@ class _Cut:
         for name in outputs:
             graph.output.add(name=name).type.CopyFrom(types[name])
         return specialize(model, {})
+
+
+def _fixed_constants(model: Any) -> dict[str, Any]:
+    """Return the constants that may not depend on the image's size, by name: all but the values of integers, which are shapes
+    and places. A grid of the rows' places, folded into a constant, would be the band's."""
+    import onnx
+
+    inner = [tensor for tensor in model.graph.initializer if tensor.data_location != onnx.TensorProto.EXTERNAL]
+    whole = onnx.TensorProto.INT64
+    return {each.name: tuple(each.dims) if each.data_type == whole else each.SerializeToString() for each in inner}

@@ -70,6 +70,8 @@ class Locality:
         found = rule(self, node, [self.rows.get(name) for name in node.input])
         if found is None or not self._varies(node.output[0], found.axis):
             raise refused(node, "it reads rows in an unsupported way")
+        if self._per_row(node.output[0], found.axis).denominator != 1:
+            raise refused(node, "its output has fewer rows than the latents")  # a band may begin between two of them
         for name in filter(None, node.output):
             self.rows[name] = found
 
@@ -83,13 +85,13 @@ class Locality:
     def _varies(self, name: str, axis: int) -> bool:
         return axis < len(self._band[name]) and self._band[name][axis] != self._whole[name][axis]
 
+    def _per_row(self, name: str, axis: int) -> Fraction:
+        """Return the number of a value's rows per latent row."""
+        return Fraction(self._whole[name][axis] - self._band[name][axis], self._most - self._least)
+
     def _ratio(self, before: str, before_axis: int, after: str, after_axis: int) -> Fraction:
         """Return the number of rows of `after` per row of `before`."""
-        growth = [
-            self._whole[name][axis] - self._band[name][axis]
-            for name, axis in ((after, after_axis), (before, before_axis))
-        ]
-        return Fraction(*growth)
+        return self._per_row(after, after_axis) / self._per_row(before, before_axis)
 
     def per_value(self, node: Any, inputs: Sequence[Rows | None]) -> Rows | None:
         """Each output row is computed from the same row of every input that has rows."""
@@ -106,6 +108,8 @@ class Locality:
         if attribute(node, "auto_pad", b"NOTSET") != b"NOTSET":
             return None
         pads, strides = attribute(node, "pads", [0, 0, 0, 0]), attribute(node, "strides", [1, 1])
+        if self._ratio(node.input[0], first.axis, node.output[0], first.axis) * strides[0] != 1:
+            return None
         return Rows(first.axis, ceil((first.wrong + max(pads[0], pads[2])) / strides[0]))
 
     def resize(self, node: Any, inputs: Sequence[Rows | None]) -> Rows | None:
@@ -116,7 +120,10 @@ class Locality:
         if attribute(node, "coordinate_transformation_mode", b"half_pixel") not in (b"half_pixel", b"asymmetric"):
             return None
         ratio = self._ratio(node.input[0], first.axis, node.output[0], first.axis)
-        return Rows(first.axis, ceil((first.wrong + 1) * ratio)) if ratio.denominator == 1 else None
+        before, after = (self._whole[name][first.axis] for name in (node.input[0], node.output[0]))
+        if ratio.denominator != 1 or after != ratio * before:
+            return None
+        return Rows(first.axis, ceil((first.wrong + 1) * ratio))
 
     def transpose(self, node: Any, inputs: Sequence[Rows | None]) -> Rows | None:
         """Rows move to another axis."""

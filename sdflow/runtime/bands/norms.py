@@ -82,6 +82,7 @@ class _Edit:
     def __init__(self, model: Any) -> None:
         self.graph = model.graph
         self.types = types_of(self.graph)
+        self.given = {item.name for item in self.graph.input}
         self.producers = {name: node for node in self.graph.node for name in node.output if name}
         self.constants = {tensor.name: tensor for tensor in self.graph.initializer}
         self.replaced: dict[str, list[Any]] = {}
@@ -145,6 +146,8 @@ class _Edit:
 
         if shape_of(self.types[source])[0] != 1:
             raise refused(node, "it has several images")
+        if source in self.given:
+            raise refused(node, "it normalizes the graph's input")  # statistics are those of a stage's results
         scale, shift = f"{node.output[0]}/scale", f"{node.output[0]}/shift"
         for name in (scale, shift):
             self.types[name] = onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, parameters)

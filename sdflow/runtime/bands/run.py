@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sdflow.machine.memory import HOST
+from sdflow.machine.memory import HOST, free_page_locked
 from sdflow.runtime.bands.norms import Norm, Statistics
 from sdflow.runtime.bands.stages import Decomposition, Stage
 from sdflow.runtime.sessions.bound import Bound, empty_inputs
@@ -34,6 +34,9 @@ class Bands:
         if self._half.place.stream is not None:
             with self._half.place.selected():
                 torch.cuda.empty_cache()  # the next image's bands depend on what is free
+        if self._is_pinned:
+            self._half.place.stream.synchronize()  # the result is still copied from there
+            free_page_locked()
         return result
 
     def _through_stages(self, whole: torch.Tensor) -> torch.Tensor:

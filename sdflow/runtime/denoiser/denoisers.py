@@ -271,14 +271,18 @@ class Denoisers:
             made = _parted_or_whole(self._reading(sizes), shape, sizes, layers, skipped, reserve)
             return made if self._low_memory else made.prepare()
 
+        # The decoder must fit beside all this: one that does not runs in bands once the denoiser has its memory.
+        taken = self._bytes(shape, sizes) + _unloaded_bytes((self._model, *texts))
+        size = shape[2], shape[3]
+        fits = not self._low_memory and tiling(self._decoder, *size, self._scale, self._tiles, taken) is None
         with ThreadPoolExecutor(max_workers=3 + len(texts)) as pool:
             parted = pool.submit(denoiser)
             others: list[Future[object]] = []
             if not self._low_memory:
                 others.append(pool.submit(self._model.load_weights))  # while its graph is split
                 others += [pool.submit(bound, text, self._text_rows) for text in texts]
-                if tiling(self._decoder, shape[2], shape[3], self._scale, self._tiles) is None:
-                    others.append(pool.submit(bound, self._decoder, 1))
+            if fits:
+                others.append(pool.submit(bound, self._decoder, 1))
             made = parted.result()
             for each in others:
                 each.result()
@@ -287,6 +291,12 @@ class Denoisers:
 
 def _key(shape: tuple[int, ...], layers: int, sizes: Mapping[str, int], skipped: tuple[int, ...] = ()) -> Key:
     return (shape, layers, skipped, *sizes.values())
+
+
+def _unloaded_bytes(submodels: Sequence[Submodel]) -> int:
+    """Return the size of the weights that their sessions will share on a device and that are not there yet."""
+    folders = [each.path.parent for each in submodels if each.path and each.weights and not each.weights.loaded]
+    return sum(file.stat().st_size for folder in folders for file in folder.iterdir())
 
 
 def token_sizes(denoiser: Submodel, conditions: Conditions) -> dict[str, int]:

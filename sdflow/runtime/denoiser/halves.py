@@ -128,7 +128,7 @@ class HalvedDenoisers(DenoiserSource):
             )
         half = replace(request, rows=images, fewer=replace(fewer, guidance=None), skipped=())
         without = replace(half, skipped=request.skipped)
-        # Sessions are only created here, side by side: none runs before the drawing's first step.
+        # Sessions are created here side by side, and tried: none is captured before the drawing's first step.
         with ThreadPoolExecutor(max_workers=1) as pool:
             second = pool.submit(self._second.get, half)
             first = self._first.get(half, [without])

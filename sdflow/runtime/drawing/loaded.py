@@ -293,9 +293,11 @@ class LoadedPipeline:
     @contextmanager
     def _using(self, name: str, clip_skip: int = 0) -> Iterator[Submodel]:
         submodel = self._shorter(name, clip_skip) if clip_skip else self.submodels[name]
-        yield submodel
-        if self.low_memory:
-            submodel.unload()
+        try:
+            yield submodel
+        finally:
+            if self.low_memory:
+                submodel.unload()
 
     def _shorter(self, name: str, clip_skip: int) -> Submodel:
         """Return a text encoder without its last layers; one per encoder is cached."""

@@ -17,7 +17,7 @@ from sdflow.families.shared.base import ONNX_COMPONENT, Family
 from sdflow.families.shared.defaults import Defaults, Task
 from sdflow.families.shared.image_prompts import adapter_count
 from sdflow.families.shared.latents import Latents
-from sdflow.machine.diffusers_alone import import_diffusers_alone, import_module_alone
+from sdflow.machine.lean_imports import import_diffusers_alone, import_module_alone
 from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
 from sdflow.runtime.files.trial import try_companion
 from sdflow.runtime.sessions.device_weights import DeviceWeights
@@ -303,7 +303,7 @@ def _built_for(folder: Path) -> str | None:
 
 
 def import_companions(folder: Path) -> None:
-    """Import what loads a folder's companions, without what else comes with it (`sdflow.machine.diffusers_alone`). Call this
+    """Import what loads a folder's companions, without what else comes with it (`sdflow.machine.lean_imports`). Call this
     in a process that only draws, before it starts threads."""
     import_diffusers_alone()
     for companion in folder_family(folder).companions.values():

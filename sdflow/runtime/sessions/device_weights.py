@@ -58,6 +58,11 @@ class DeviceWeights:
         """Working memory (`row_bytes`, in float32) to keep free for the first runs of sessions created from now on, in
         bytes."""
 
+    @property
+    def loaded(self) -> bool:
+        """Whether the weights have been copied to the device."""
+        return self._values is not None
+
     def load(self) -> None:
         """Copy the weights to the device, unless they are there. Raises VerificationError like `of`."""
         self._loaded()

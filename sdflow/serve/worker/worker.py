@@ -75,7 +75,7 @@ def work(connection: Connection, options: WorkerOptions, output: Connection | No
 def _draw(connection: Connection, options: WorkerOptions, tell: Tell, pulses: Pulses) -> None:
     import torch
 
-    from sdflow.machine.diffusers_alone import import_diffusers_alone
+    from sdflow.machine.lean_imports import import_diffusers_alone
     from sdflow.serve.engine.loading import load_lanes, patience_of, with_room
     from sdflow.serve.worker.stock import Stock
 

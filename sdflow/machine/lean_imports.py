@@ -57,10 +57,10 @@ def import_module_alone(library: str, module: str) -> None:
     for depth, package in enumerate(stand_ins):
         package.__path__ = [str(Path(folder, *packages[1 : depth + 1])) for folder in spec.submodule_search_locations]
         sys.modules[package.__name__] = package
-    vars(stand_ins[0])["__version__"] = importlib.metadata.version(library)
     try:
+        vars(stand_ins[0])["__version__"] = importlib.metadata.version(library)
         import_module(name)
-    except (ImportError, AttributeError):
+    except Exception:  # noqa: BLE001  (importing it as usual succeeds, or tells why it fails)
         for each in [each for each in sys.modules.keys() - before if each.partition(".")[0] == library]:
             del sys.modules[each]
     finally:
