@@ -276,7 +276,7 @@ def test_a_graph_that_knows_the_places_of_rows_is_refused() -> None:
     graph = graph_of(*nodes)
     for name, value in {"zero": 0, "one": 1, "column": [1, 1, -1, 1]}.items():
         graph.graph.initializer.append(onnx.numpy_helper.from_array(np.array(value, np.int64), name))
-    with pytest.raises(PassError, match="the graph differs between sizes"):
+    with pytest.raises(PassError, match="the graph differs between image sizes"):
         decompose(graph, lambda rows: {"latent_height": rows, "latent_width": 6}, ROWS, BAND)
 
 
