@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,22 +109,16 @@ class GraphEdit:
         """Return the name of an initializer: a weight before 16-bit rounding, times a Hadamard matrix along `axis`;
         created once."""
         import numpy as np
-        import onnx
 
         from sdflow.weights.hadamard import rotated
         from sdflow.weights.recipe import Rotated, unrounded
 
-        result = f"{name}/rotated"
-        if result not in self.weights:
-            tensor, old = onnx.TensorProto(name=result), self.weights[name]
-            if is_stub(old):
-                make_stub(tensor, Rotated(axis, size, unrounded(stub_recipe(old))))
-            else:
-                values = read_values(old, self.folder).astype(np.float32)
-                tensor.CopyFrom(onnx.numpy_helper.from_array(rotated(values, axis, size), result))
-            self.graph.initializer.append(tensor)
-            self.weights[result] = tensor
-        return result
+        return self.moved(
+            name,
+            f"{name}/rotated",
+            lambda values: rotated(values.astype(np.float32), axis, size),
+            lambda recipe: Rotated(axis, size, unrounded(recipe)),
+        )
 
     def quantized(self, name: str, kind: str, axis: int) -> tuple[str, str]:
         """Return the names of a weight's quantized values and of their scales; created once.
@@ -132,29 +126,15 @@ class GraphEdit:
         kind: key of `sdflow.weights.quantized.KINDS`. axis: output channels. If a recipe rounds the weight to 16 bits,
         the unrounded weight is quantized.
         """
-        import numpy as np
-        import onnx
-
         from sdflow.weights.quantized import KINDS
-        from sdflow.weights.recipe import Quantized, Recipe, Scales, unrounded
+        from sdflow.weights.recipe import Quantized, Scales
+
+        def quantize(values: Any) -> Sequence[Any]:
+            scales = KINDS[kind].scales(values, axis)
+            return KINDS[kind].quantize(values, scales, axis), scales
 
         names = f"{name}/{kind}", f"{name}/{kind}/scales"
-        if names[0] in self.weights:
-            return names
-        old = self.weights[name]
-        if is_stub(old):
-            exact = unrounded(stub_recipe(old))
-            recipes: tuple[Recipe, ...] = (Quantized(kind, axis, exact), Scales(kind, axis, exact))
-            for result, recipe in zip(names, recipes, strict=True):
-                self.weights[result] = onnx.TensorProto(name=result)
-                make_stub(self.weights[result], recipe)
-        else:
-            values = read_values(old, self.folder).astype(np.float32)
-            scales = KINDS[kind].scales(values, axis)
-            made_values = KINDS[kind].quantize(values, scales, axis), scales
-            for result, array in zip(names, made_values, strict=True):
-                self.weights[result] = onnx.numpy_helper.from_array(np.ascontiguousarray(array), result)
-        self.graph.initializer.extend(self.weights[result] for result in names)
+        self._quantize(name, names, quantize, lambda exact: (Quantized(kind, axis, exact), Scales(kind, axis, exact)))
         return names
 
     def blockwise(self, name: str, how: Any) -> tuple[str, str, str]:
@@ -163,27 +143,43 @@ class GraphEdit:
         how: a `sdflow.weights.blockwise.Format` whose block size divides K. If a recipe rounds the weight to 16 bits,
         the unrounded weight is quantized.
         """
+        from sdflow.weights.blockwise import PARTS, quantize
+        from sdflow.weights.recipe import Blockwise
+
+        values = f"{name}/int{how.bits}"
+        names = values, f"{values}/scales", f"{values}/zeros"
+
+        def recipes(exact: Any) -> Sequence[Any]:
+            return [Blockwise(part, how, exact) for part in PARTS]
+
+        self._quantize(name, names, lambda exact: quantize(exact, how), recipes)
+        return names
+
+    def _quantize(
+        self,
+        name: str,
+        results: Sequence[str],
+        quantize: Callable[[Any], Iterable[Any]],
+        recipes: Callable[[Any], Iterable[Any]],
+    ) -> None:
+        """Add initializers made of a weight before 16-bit rounding, once: of its values in float32, or of its recipe."""
         import numpy as np
         import onnx
 
-        from sdflow.weights.blockwise import PARTS, quantize
-        from sdflow.weights.recipe import Blockwise, unrounded
+        from sdflow.weights.recipe import unrounded
 
-        values, scales, zeros = (f"{name}/int{how.bits}", f"{name}/int{how.bits}/scales", f"{name}/int{how.bits}/zeros")
-        if values in self.weights:
-            return values, scales, zeros
-        old, made = self.weights[name], [onnx.TensorProto(name=result) for result in (values, scales, zeros)]
+        if results[0] in self.weights:
+            return
+        old, made = self.weights[name], [onnx.TensorProto(name=result) for result in results]
         if is_stub(old):
-            exact = unrounded(stub_recipe(old))
-            for tensor, part in zip(made, PARTS, strict=True):
-                make_stub(tensor, Blockwise(part, how, exact))
+            for tensor, recipe in zip(made, recipes(unrounded(stub_recipe(old))), strict=True):
+                make_stub(tensor, recipe)
         else:
-            found = quantize(read_values(old, self.folder).astype(np.float32), how)
+            found = quantize(read_values(old, self.folder).astype(np.float32))
             for tensor, array in zip(made, found, strict=True):
                 tensor.CopyFrom(onnx.numpy_helper.from_array(np.ascontiguousarray(array), tensor.name))
         self.weights |= {tensor.name: tensor for tensor in made}
         self.graph.initializer.extend(made)
-        return values, scales, zeros
 
     def _recipe(self, tensor: Any) -> Any:
         from sdflow.weights.symbol import recipe_of
