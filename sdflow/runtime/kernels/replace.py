@@ -11,6 +11,7 @@ from sdflow.onnx_model.float8 import DOMAIN
 from sdflow.onnx_model.nodes import attributes
 from sdflow.onnx_model.phases import INTERLEAVE, Interleaving, interleavings
 from sdflow.runtime.kernels import rotary
+from sdflow.runtime.kernels.graph_index import Known
 from sdflow.runtime.kernels.transformers import with_transformer_kernels
 
 VERSION = 1
@@ -24,9 +25,6 @@ HEAD_SIZES = (40, 64, 80, 160)
 """Head sizes supported by few_keys_attention.c."""
 FEW_KEYS = 160
 """Maximum number of keys: with 231, a third text chunk, cuDNN's kernel was as fast on an H200."""
-
-_Known = dict[str, tuple[int, list[int]]]
-"""Value -> (element type, shape)."""
 
 
 def with_own_kernels(model: Any, *, hopper: bool = False, without: Collection[str] = ()) -> Any | None:
@@ -89,7 +87,7 @@ def _import_domain(model: Any) -> None:
         model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
 
 
-def _is_ours(node: Any, known: _Known, without: Collection[str]) -> bool:
+def _is_ours(node: Any, known: Known, without: Collection[str]) -> bool:
     if node.domain != "com.microsoft" or node.op_type not in _RULES:
         return False
     part, rule = _RULES[node.op_type]
@@ -97,7 +95,7 @@ def _is_ours(node: Any, known: _Known, without: Collection[str]) -> bool:
     return part not in without and bool(axes) and all(axes) and rule(node, known)
 
 
-def _is_gelu_ours(node: Any, known: _Known) -> bool:
+def _is_gelu_ours(node: Any, known: Known) -> bool:
     import onnx
 
     half = onnx.TensorProto.FLOAT16
@@ -107,7 +105,7 @@ def _is_gelu_ours(node: Any, known: _Known) -> bool:
     return known.get(node.input[1]) == (half, axes[-1:])
 
 
-def _is_group_norm_ours(node: Any, known: _Known) -> bool:
+def _is_group_norm_ours(node: Any, known: Known) -> bool:
     import onnx
 
     half, single = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT
@@ -128,7 +126,7 @@ def _is_group_norm_ours(node: Any, known: _Known) -> bool:
     return _are_groups_ours(node, row[0])
 
 
-def _products_of_gates(graph: Any, known: _Known, without: Collection[str]) -> dict[str, Any]:
+def _products_of_gates(graph: Any, known: Known, without: Collection[str]) -> dict[str, Any]:
     """Return value -> MatMul for values that only a replaced BiasSplitGelu reads and where Geglu is faster than
     both."""
     import onnx
@@ -182,7 +180,7 @@ def _interleaves(element: int, shape: list[int]) -> bool:
     return unit is not None and shape[3] % (4 * unit) == 0 and all(shape) and max(shape[:2]) <= MOST_ROWS
 
 
-def _put_between(graph: Any, apart: list[Interleaving], known: _Known) -> None:
+def _put_between(graph: Any, apart: list[Interleaving], known: Known) -> None:
     import onnx
 
     for each in apart:
@@ -194,7 +192,7 @@ def _put_between(graph: Any, apart: list[Interleaving], known: _Known) -> None:
         del graph.node[place]
 
 
-def _is_attention_ours(node: Any, known: _Known) -> bool:
+def _is_attention_ours(node: Any, known: Known) -> bool:
     """Whether the kernel supports the attention. Query, key and value are (B, S, heads x size) each; key and value, or
     all three, may be packed as (B, S, heads, 2 or 3, size)."""
     import onnx
@@ -217,7 +215,7 @@ def _is_attention_ours(node: Any, known: _Known) -> bool:
     return shapes == wanted and 0 < keys <= FEW_KEYS
 
 
-def _head_size(node: Any, known: _Known) -> int:
+def _head_size(node: Any, known: Known) -> int:
     axes = known[node.input[0]][1]
     return axes[4] if len(axes) == 5 else axes[-1] // int(attributes(node)["num_heads"])
 
@@ -230,7 +228,7 @@ _RULES = {
 }
 
 
-def _replace_attention(node: Any, known: _Known) -> None:
+def _replace_attention(node: Any, known: Known) -> None:
     import onnx
 
     settings = attributes(node)

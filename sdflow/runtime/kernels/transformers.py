@@ -158,7 +158,7 @@ def _kind(node: Any) -> str:
 
 def _joined(node: Any, kind: str, rows: Sequence[Any]) -> Any:
     """Return a norm or activation that outputs float8 rows."""
-    joined = type(node).FromString(node.SerializeToString())
+    joined = copied(node)
     joined.op_type = f"Float8{node.op_type}"
     first, *others = (list(each.output) for each in rows)
     kept = list(node.output[1:2]) if kind == "GatedResidualNorm" else []
