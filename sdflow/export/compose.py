@@ -30,6 +30,7 @@ from sdflow.export.source import Size, Source
 from sdflow.export.tokenizer import add_tokenizer
 from sdflow.models.ports import Sizes
 from sdflow.onnx_model.files import is_external, set_external
+from sdflow.onnx_model.nodes import refill
 from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.sessions.session import read_graph
 from sdflow.runtime.sessions.specialize import specialize
@@ -218,7 +219,7 @@ def add_conditions(
     names = condition_names(traced)
     if not reads_scale(traced):
         del given[SCALE]
-        _drop_input(traced.model, SCALE)
+        refill(traced.model.graph.input, (item for item in traced.model.graph.input if item.name != SCALE))
     part = inlined(traced.model, "conditions", given, names.values())
     graph.initializers.extend(part.initializers)
     for node in part.nodes:
@@ -241,12 +242,6 @@ def add_conditions(
 def reads_scale(traced: Traced) -> bool:
     """Whether the conditions depend on the guidance scale."""
     return any(SCALE in node.input for node in traced.model.graph.node)
-
-
-def _drop_input(model: onnx.ModelProto, name: str) -> None:
-    kept = [item for item in model.graph.input if item.name != name]
-    del model.graph.input[:]
-    model.graph.input.extend(kept)
 
 
 def _baked(schedule: Coefficients) -> list[Any]:

@@ -1,8 +1,8 @@
-"""Read, copy and sort nodes of an ONNX graph."""
+"""Read, copy, sort and replace nodes of an ONNX graph."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sdflow.errors import PassError
@@ -11,6 +11,35 @@ from sdflow.errors import PassError
 def copied(message: Any) -> Any:
     """Return a copy of a protobuf message without a parent."""
     return type(message).FromString(message.SerializeToString())
+
+
+def refill(field: Any, messages: Iterable[Any]) -> None:
+    """Replace all messages of a repeated field by copies of these, some of which may be its own."""
+    copies = [copied(message) for message in messages]
+    del field[:]
+    field.extend(copies)
+
+
+def import_domain(model: Any, domain: str) -> None:
+    """Add version 1 of a domain's operators to those that a ModelProto uses."""
+    if domain not in {entry.domain for entry in model.opset_import}:
+        model.opset_import.add(domain=domain, version=1)
+
+
+def prune(graph: Any) -> None:
+    """Sort a graph's nodes and remove those that no output depends on, with their initializers and value infos."""
+    producers = {name: node for node in graph.node for name in node.output if name}
+    live: set[str] = set()
+    waiting = [item.name for item in graph.output]
+    while waiting:
+        name = waiting.pop()
+        if name and name not in live:
+            live.add(name)
+            node = producers.get(name)
+            waiting += [*node.input, *node.output] if node is not None else []
+    refill(graph.node, (node for node in in_order(graph.node) if live.intersection(node.output)))
+    for field in (graph.initializer, graph.value_info):
+        refill(field, (item for item in field if item.name in live))
 
 
 def attributes(node: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.onnx_model.files import read_values
-from sdflow.onnx_model.nodes import copied, in_order
+from sdflow.onnx_model.nodes import prune, refill
 from sdflow.onnx_model.stub import is_stub
 from sdflow.weights.stubs import make_stub, stub_recipe
 
@@ -50,10 +50,7 @@ class GraphEdit:
     def replace_nodes(self, changed: Sequence[tuple[Any, Sequence[Any]]]) -> None:
         """Replace each node with the given nodes (none: remove it). Faster than replacing one at a time."""
         by_output = {node.output[0]: [*new] for node, new in changed}
-        nodes = [new for node in self.graph.node for new in by_output.get(node.output[0], (node,))]
-        made = [copied(node) for node in nodes]
-        del self.graph.node[:]
-        self.graph.node.extend(made)
+        refill(self.graph.node, (new for node in self.graph.node for new in by_output.get(node.output[0], (node,))))
         self.refresh()
 
     def sum_of(self, names: Sequence[str]) -> str:
@@ -197,23 +194,6 @@ class GraphEdit:
 
     def clean(self) -> None:
         """Remove unread nodes, initializers and value infos, and sort the nodes topologically."""
-        live: set[str] = set()
-        wanted = [item.name for item in self.graph.output]
-        while wanted:
-            name = wanted.pop()
-            if name and name not in live:
-                live.add(name)
-                node = self.producers.get(name)
-                wanted += [*node.input, *node.output] if node is not None else []
-        nodes = [copied(node) for node in in_order(self.graph.node) if live.intersection(node.output)]
-        tensors = [copied(tensor) for tensor in self.graph.initializer if tensor.name in live]
-        infos = [copied(info) for info in self.graph.value_info if info.name in live]
-        for field, kept in (
-            (self.graph.node, nodes),
-            (self.graph.initializer, tensors),
-            (self.graph.value_info, infos),
-        ):
-            del field[:]
-            field.extend(kept)
+        prune(self.graph)
         self.weights = {tensor.name: tensor for tensor in self.graph.initializer}
         self.refresh()

@@ -8,13 +8,12 @@ from collections.abc import Collection
 from typing import Any
 
 from sdflow.onnx_model.float8 import DOMAIN
-from sdflow.onnx_model.nodes import attributes
+from sdflow.onnx_model.nodes import attributes, import_domain
 from sdflow.onnx_model.phases import INTERLEAVE, Interleaving, interleavings
 from sdflow.runtime.kernels import rotary
 from sdflow.runtime.kernels.graph_index import Known
 from sdflow.runtime.kernels.transformers import with_transformer_kernels
 
-VERSION = 1
 VECTOR, MAX_GROUPS, MAX_CHANNELS = 8, 32, 4096
 """As in group_norm.cuh: channels per thread; maximum groups per block; one thread per eight channels."""
 MOST_ROWS = 65535
@@ -49,7 +48,7 @@ def with_own_kernels(model: Any, *, hopper: bool = False, without: Collection[st
         surrounded = onnx.ModelProto()
         surrounded.CopyFrom(model)
         rotary.replace(surrounded.graph, attentions)
-        _import_domain(surrounded)
+        import_domain(surrounded, DOMAIN)
         return with_own_kernels(surrounded, hopper=hopper, without=without) or surrounded
     between = with_transformer_kernels(model, known, without)
     model = model if between is None else between
@@ -75,16 +74,8 @@ def with_own_kernels(model: Any, *, hopper: bool = False, without: Collection[st
     _put_between(result.graph, apart, known)
     for product in products.values():
         result.graph.node.remove(product)
-    _import_domain(result)
+    import_domain(result, DOMAIN)
     return result
-
-
-def _import_domain(model: Any) -> None:
-    """Add sdflow's operator domain to the model's opset imports."""
-    import onnx
-
-    if DOMAIN not in {entry.domain for entry in model.opset_import}:
-        model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
 
 
 def _is_ours(node: Any, known: Known, without: Collection[str]) -> bool:
@@ -156,10 +147,7 @@ def _is_geglu_quicker(x: list[int], weight: list[int]) -> bool:
 
 def _replace_product(node: Any, product: Any) -> None:
     """Replace the node by Geglu, which reads the product's inputs and the bias."""
-    inputs = [*product.input, node.input[1]]
-    node.op_type = "Geglu"
-    del node.input[:]
-    node.input.extend(inputs)
+    node.op_type, node.input[:] = "Geglu", [*product.input, node.input[1]]
 
 
 def _are_groups_ours(node: Any, channels: int) -> bool:
@@ -245,12 +233,8 @@ def _replace_group_norm(node: Any, element: int) -> None:
     """Replace the node; its outputs become y, the kernel's scratch memory and, if used, the sum."""
     import onnx
 
-    kept = [name for name in node.output[1:] if name]
-    scratch = f"{node.output[0]}_sums"
+    node.output[:] = [node.output[0], f"{node.output[0]}_sums", *filter(None, node.output[1:])]
     node.op_type = "GroupNorm" if element == onnx.TensorProto.FLOAT16 else "GroupNormSingle"
-    outputs = [node.output[0], scratch, *kept]
-    del node.output[:]
-    node.output.extend(outputs)
     epsilon = [item for item in node.attribute if item.name == "epsilon"]
     if not epsilon:
         node.attribute.add(name="epsilon", type=1, f=1e-5)

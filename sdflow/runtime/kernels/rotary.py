@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sdflow.onnx_model.float8 import DOMAIN
-from sdflow.onnx_model.nodes import attribute, copied
+from sdflow.onnx_model.nodes import attribute, refill
 from sdflow.runtime.kernels.graph_index import Known
 from sdflow.runtime.kernels.rotary_graph import BY_HEAD, BY_TOKEN, FLAT, Heads, Reader, Stream
 
@@ -85,9 +85,7 @@ def replace(graph: Any, found: list[Replacement]) -> None:
             node.input[place] = name
         nodes.append(node)
     kept = _without_unread(nodes, left, {item.name for item in graph.output})
-    kept = [copied(node) for node in kept]
-    del graph.node[:]
-    graph.node.extend(kept)
+    refill(graph.node, kept)
     graph.value_info.extend(value for each in found for value in each.values)
 
 

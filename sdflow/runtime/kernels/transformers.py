@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from sdflow.onnx_model.float8 import DOMAIN
-from sdflow.onnx_model.nodes import attribute, copied, in_order
+from sdflow.onnx_model.nodes import attribute, copied, in_order, refill
 from sdflow.runtime.kernels.activations import activation_operators
 from sdflow.runtime.kernels.graph_index import GraphIndex, Known
 from sdflow.runtime.kernels.parts import PART_OF
@@ -38,12 +38,9 @@ def with_transformer_kernels(model: Any, known: Known, without: Collection[str] 
     nodes = with_float8_results(nodes, known, results)
     values = {name for node in nodes for name in node.output}
     read = {name for node in nodes for name in node.input} | set(results)
-    kept = [copied(item) for item in graph.value_info if item.name in values]
-    tensors = [copied(tensor) for tensor in graph.initializer if tensor.name in read]
-    del graph.node[:], graph.value_info[:], graph.initializer[:]
-    graph.node.extend(nodes)
-    graph.value_info.extend(kept)
-    graph.initializer.extend([*tensors, *constants])
+    refill(graph.node, nodes)
+    refill(graph.value_info, (item for item in graph.value_info if item.name in values))
+    refill(graph.initializer, [*(tensor for tensor in graph.initializer if tensor.name in read), *constants])
     return result
 
 
@@ -162,6 +159,5 @@ def _joined(node: Any, kind: str, rows: Sequence[Any]) -> Any:
     joined.op_type = f"Float8{node.op_type}"
     first, *others = (list(each.output) for each in rows)
     kept = list(node.output[1:2]) if kind == "GatedResidualNorm" else []
-    del joined.output[:]
-    joined.output.extend([*first, *kept, *(name for other in others for name in other)])
+    joined.output[:] = [*first, *kept, *(name for other in others for name in other)]
     return joined

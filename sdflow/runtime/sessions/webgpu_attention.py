@@ -18,7 +18,7 @@ from typing import Any
 from sdflow.errors import SlowerWarning, VerificationError
 from sdflow.machine.onnx_runtime import onnxruntime_errors
 from sdflow.machine.webgpu import adapter_failure
-from sdflow.onnx_model.nodes import attributes
+from sdflow.onnx_model.nodes import attributes, refill
 from sdflow.runtime.sessions.cannot_run import cannot_run
 from sdflow.targets import WEBGPU_PROVIDER, Target
 
@@ -112,8 +112,7 @@ def without_fused_attention(model: Any) -> None:
             nodes += made.nodes
         else:
             nodes.append(node)
-    del graph.node[:]
-    graph.node.extend(nodes)
+    refill(graph.node, nodes)
 
 
 def has_fused_attention(model: Any) -> bool:
