@@ -6,8 +6,10 @@ import ctypes
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from sdflow.machine.packages import found_version
 
@@ -53,16 +55,12 @@ def process_bytes(device: str) -> int | None:
     import torch
 
     handle, count, found = ctypes.c_void_p(), ctypes.c_uint(MOST_PROCESSES), (_Process * MOST_PROCESSES)()
-    try:
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
-        library = _nvml()
-        known = (
-            library.nvmlInit_v2() == 0
-            and library.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)) == 0
-            and library.nvmlDeviceGetComputeRunningProcesses_v3(handle, ctypes.byref(count), found) == 0
-        )
-    except (OSError, AttributeError):
-        return None
+    known = nvml(
+        lambda it: it.nvmlDeviceGetHandleByUUID(
+            f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode(), ctypes.byref(handle)
+        ),
+        lambda it: it.nvmlDeviceGetComputeRunningProcesses_v3(handle, ctypes.byref(count), found),
+    )
     own = [int(each.used) for each in found[: count.value if known else 0] if each.pid == os.getpid()]
     return own[0] if own and own[0] != _UNKNOWN else None
 
@@ -71,23 +69,23 @@ _UNKNOWN = (1 << 64) - 1
 """NVML_VALUE_NOT_AVAILABLE."""
 
 
-def _nvml() -> ctypes.CDLL:
-    return ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+def nvml(*calls: Callable[[Any], int]) -> bool:
+    """Return whether NVML is there and every call of it succeeds. calls: take the library, return NVML's status."""
+    try:
+        library = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+        return library.nvmlInit_v2() == 0 and all(call(library) == 0 for call in calls)
+    except (OSError, AttributeError):
+        return False
 
 
 def _of_nvml() -> Card | None:
     """https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html"""
     handle, memory, name = ctypes.c_void_p(), _Memory(), ctypes.create_string_buffer(96)
-    try:
-        library = _nvml()
-        known = (
-            library.nvmlInit_v2() == 0
-            and library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle)) == 0
-            and library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0
-            and library.nvmlDeviceGetName(handle, name, len(name)) == 0
-        )
-    except (OSError, AttributeError):
-        return None
+    known = nvml(
+        lambda it: it.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle)),
+        lambda it: it.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)),
+        lambda it: it.nvmlDeviceGetName(handle, name, len(name)),
+    )
     return Card(name.value.decode(errors="replace"), int(memory.total)) if known else None
 
 
