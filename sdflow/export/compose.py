@@ -29,7 +29,7 @@ from sdflow.export.schedule import Coefficients
 from sdflow.export.source import Size, Source
 from sdflow.export.tokenizer import add_tokenizer
 from sdflow.models.ports import Sizes
-from sdflow.onnx_model.files import is_external, set_external
+from sdflow.onnx_model.files import data_span, is_external, set_external
 from sdflow.onnx_model.nodes import refill
 from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.sessions.session import read_graph
@@ -143,13 +143,19 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
     )
     if form.text:
         opsets[EXTENSIONS] = EXTENSIONS_VERSION
-    model = helper.make_model(
-        made,
+    return Composed(model_of(made, opsets, models.values()), traced.ids, traced.lengths, traced.templates)
+
+
+def model_of(graph: Any, opsets: Mapping[str, int], parts: Iterable[onnx.ModelProto]) -> onnx.ModelProto:
+    """A model of a graph made of these submodels."""
+    from onnx import helper
+
+    return helper.make_model(
+        graph,
         opset_imports=[helper.make_opsetid(domain, version) for domain, version in sorted(opsets.items())],
-        ir_version=max(model.ir_version for model in models.values()),
+        ir_version=max(model.ir_version for model in parts),
         producer_name="sdflow",
     )
-    return Composed(model, traced.ids, traced.lengths, traced.templates)
 
 
 def _axes(source: Source, size: Size, scale: int) -> dict[str, int]:
@@ -164,8 +170,9 @@ def read_part(path: Path, data_file: str | None) -> onnx.ModelProto:
     for tensor in model.graph.initializer:
         if is_external(tensor):
             assert data_file is not None, path
-            entries = {entry.key: entry.value for entry in tensor.external_data}
-            set_external(tensor, data_file, int(entries.get("offset", 0)), int(entries["length"]))
+            _, offset, length = data_span(tensor)
+            assert length is not None, path
+            set_external(tensor, data_file, offset, length)
     return model
 
 
