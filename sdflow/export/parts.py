@@ -13,11 +13,12 @@ from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE
 from sdflow.export.builder import Builder
 from sdflow.export.compose import FLAGS, IMAGES, add_conditions, common_opsets, model_of, read_part, reads_scale
 from sdflow.export.conditions import HEIGHT, WIDTH, Traced, trace_conditions
-from sdflow.export.inline import inlined, needed, read_by
+from sdflow.export.inline import inlined
 from sdflow.export.loop import LATENTS, SCALE
 from sdflow.export.pixels import add_checker, add_decoder
 from sdflow.export.source import Source
 from sdflow.models.ports import Ports
+from sdflow.onnx_model.nodes import needed, read_by
 from sdflow.runtime.denoiser.moving import Moving
 
 TEXT, DENOISER, DECODER, CHECKER = "text", "denoiser", "decoder", "checker"

@@ -28,18 +28,33 @@ def import_domain(model: Any, domain: str) -> None:
 
 def prune(graph: Any) -> None:
     """Sort a graph's nodes and remove those that no output depends on, with their initializers and value infos."""
-    producers = {name: node for node in graph.node for name in node.output if name}
-    live: set[str] = set()
-    waiting = [item.name for item in graph.output]
-    while waiting:
-        name = waiting.pop()
-        if name and name not in live:
-            live.add(name)
-            node = producers.get(name)
-            waiting += [*node.input, *node.output] if node is not None else []
-    refill(graph.node, (node for node in in_order(graph.node) if live.intersection(node.output)))
+    outputs = {item.name for item in graph.output}
+    nodes = needed(in_order(graph.node), outputs)
+    live = outputs | read_by(nodes) | {name for node in nodes for name in node.output}
+    refill(graph.node, nodes)
     for field in (graph.initializer, graph.value_info):
         refill(field, (item for item in field if item.name in live))
+
+
+def needed(nodes: Sequence[Any], results: Iterable[str]) -> list[Any]:
+    """Return the nodes, in their order, that these results depend on."""
+    wanted, kept = set(results), []
+    for node in reversed(nodes):
+        if wanted.intersection(node.output):
+            wanted.update(read_by([node]))
+            kept.append(node)
+    return kept[::-1]
+
+
+def read_by(nodes: Iterable[Any]) -> set[str]:
+    """Return the names of all values that nodes read, including graphs in their attributes."""
+    found: set[str] = set()
+    for node in nodes:
+        found.update(name for name in node.input if name)
+        for attribute in node.attribute:
+            for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                found |= read_by(graph.node) | {item.name for item in graph.output}
+    return found
 
 
 def attributes(node: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from sdflow.onnx_model.float8 import DOMAIN
-from sdflow.onnx_model.nodes import attribute, copied, in_order, refill
+from sdflow.onnx_model.nodes import attribute, copied, in_order, needed, refill
 from sdflow.runtime.kernels.activations import activation_operators
 from sdflow.runtime.kernels.graph_index import GraphIndex, Known
 from sdflow.runtime.kernels.parts import PART_OF
@@ -33,7 +33,7 @@ def with_transformer_kernels(model: Any, known: Known, without: Collection[str] 
     graph = result.graph
     nodes = _with(graph.node, found)
     results = [item.name for item in graph.output]
-    nodes = _read(nodes, results)
+    nodes = needed(nodes, results)
     nodes, constants = _without_unread_parts(nodes, index, results)
     nodes = with_float8_results(nodes, known, results)
     values = {name for node in nodes for name in node.output}
@@ -66,16 +66,6 @@ def _with(nodes: Iterable[Any], found: list[Fused]) -> list[Any]:
         elif place not in gone:
             made.append(copied(node))
     return in_order(made)
-
-
-def _read(nodes: list[Any], results: Iterable[str]) -> list[Any]:
-    """Return the nodes that the results depend on."""
-    wanted, kept = set(results), []
-    for node in reversed(nodes):
-        if wanted.intersection(node.output):
-            wanted.update(node.input)
-            kept.append(node)
-    return kept[::-1]
 
 
 def _without_unread_parts(nodes: list[Any], index: GraphIndex, results: Iterable[str]) -> tuple[list[Any], list[Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 from sdflow.errors import PassError
 from sdflow.onnx_model.float8 import FLOAT8_MATMUL
 from sdflow.onnx_model.int8 import INT8_MATMUL
-from sdflow.onnx_model.nodes import attribute, in_order, refill
+from sdflow.onnx_model.nodes import attribute, in_order, needed, refill
 
 FOLDED_ELEMENTS = 1 << 14
 """Larger values stay in the graph: only shapes, masks and indices are folded."""
@@ -105,8 +105,9 @@ class _Folding:
                 self.known[name] = value
                 data_type = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
                 self.types[name] = onnx.helper.make_tensor_type_proto(data_type, value.shape)
-        nodes = self._wanted(kept)
-        read = {name for node in nodes for name in node.input} | {item.name for item in self.graph.output}
+        outputs = {item.name for item in self.graph.output}
+        nodes = needed(kept, outputs)
+        read = outputs | {name for node in nodes for name in node.input}
         for name in sorted(read.intersection(self.known) - initializers):
             self.graph.initializer.append(onnx.numpy_helper.from_array(self.known[name], name))
         refill(self.graph.node, nodes)
@@ -142,16 +143,6 @@ class _Folding:
         places = [0, *(part[3] for part in parts)]
         in_turn = [part[2] for part in parts] == places[:-1]
         return whole if in_turn and self._shape(whole) == shape else None
-
-    def _wanted(self, kept: Sequence[Any]) -> list[Any]:
-        """Return copies of the nodes that the outputs depend on."""
-        wanted = {item.name for item in self.graph.output}
-        nodes = []
-        for node in reversed(kept):
-            if wanted.intersection(node.output):
-                wanted.update(node.input)
-                nodes.append(node)
-        return nodes[::-1]
 
     def _computed(self, node: Any) -> dict[str, Any] | None:
         """Return the values of a node's outputs, or None if they depend on data or are large."""
