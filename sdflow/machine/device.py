@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sdflow.machine.device_memory import nvml
+from sdflow.machine.nvml import nvml
 from sdflow.targets import Target
 
 _BY_TORCH = ("cuda", "tensorrt", "rocm")

@@ -5,12 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
+from sdflow.machine.nvml import nvml
 from sdflow.machine.packages import found_version
 
 _SECONDS = 5
@@ -67,15 +65,6 @@ def process_bytes(device: str) -> int | None:
 
 _UNKNOWN = (1 << 64) - 1
 """NVML_VALUE_NOT_AVAILABLE."""
-
-
-def nvml(*calls: Callable[[Any], int]) -> bool:
-    """Return whether NVML is there and every call of it succeeds. calls: take the library, return NVML's status."""
-    try:
-        library = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
-        return library.nvmlInit_v2() == 0 and all(call(library) == 0 for call in calls)
-    except (OSError, AttributeError):
-        return False
 
 
 def _of_nvml() -> Card | None:
