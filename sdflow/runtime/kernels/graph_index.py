@@ -16,7 +16,7 @@ class GraphIndex:
 
     def __init__(self, graph: Any, known: Known) -> None:
         self.nodes = list(graph.node)
-        self.known = {
+        self.known: dict[str, tuple[int, list[int]]] = {
             **{
                 item.name: (
                     item.type.tensor_type.elem_type,

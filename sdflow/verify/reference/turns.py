@@ -18,7 +18,7 @@ class _Ended(BaseException):
 
 @dataclass
 class Run:
-    """A run. passed: number of parts that it has passed."""
+    """A run. passed: number of parts that it has passed. result: None until it has ended."""
 
     work: Callable[[], Any]
     passed: int = 0
@@ -26,6 +26,7 @@ class Run:
     go: Semaphore = field(default_factory=lambda: Semaphore(0))
     thread: Thread | None = None
     ended: bool = False
+    result: Any = None
     error: BaseException | None = None
 
 
@@ -95,7 +96,7 @@ class Turns:
         self._of_thread[get_ident()] = run
         try:
             with torch.no_grad():  # the setting is per thread
-                run.work()
+                run.result = run.work()
         except BaseException as error:  # noqa: BLE001 - raised again by `finish`
             run.error = error
         finally:
