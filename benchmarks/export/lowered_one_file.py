@@ -35,8 +35,7 @@ def lowered(graph: Path, folder: Path, names: Iterable[str], more: Iterable[Any]
     have. more: what tells of further values (`of_one_size`). Raises VerificationError for an operator that cannot be lowered."""
     import onnx
 
-    from sdflow.export.inline import read_by
-    from sdflow.onnx_model.nodes import in_order
+    from sdflow.onnx_model.nodes import in_order, read_by
     from sdflow.verify.lowering import lower
 
     model = onnx.load(graph, load_external_data=False)

@@ -30,13 +30,14 @@ from pathlib import Path
 import onnx, onnxruntime as ort
 from sdflow.runtime.sessions.placement import shape_computation
 from sdflow.targets import TARGETS
-from sdflow.verify.artifact.unsupported_nodes import without_kernel
+from sdflow.verify.artifact.unsupported_nodes import _graph, _opsets, kernel_table
 
 ort.set_default_logger_severity(4)
 path = Path(sys.argv[1])
 model = onnx.load(path, load_external_data=False)
 options = ort.SessionOptions()
 options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+table = kernel_table(TARGETS["cuda"].providers[0][0])
 session = ort.InferenceSession(str(path), options, providers=["CUDAExecutionProvider"])
 placed = [(node.name, part.ep_name) for part in session.get_provider_graph_assignment_info() for node in part.get_nodes()]
 own = {node.name for node in model.graph.node}
@@ -45,7 +46,7 @@ print(json.dumps({
     "nodes": len(placed),
     "left": sorted(left & own),
     "made": len(left - own),
-    "table": sorted(without_kernel(model, TARGETS["cuda"])),
+    "table": sorted({each.node for each in _graph(model.graph, _opsets(model), table, {}) if each.check == "kernel"}),
 }))
 """
 

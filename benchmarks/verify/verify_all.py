@@ -104,14 +104,8 @@ def built(task: Task) -> tuple[Path, Path]:
 
 def build(tasks: Sequence[Task], cache: Path) -> list[Path]:
     """The folders of pipelines, built in one run. Nothing is verified."""
-    from sdflow.cli.progress import PlainLines
+    from sdflow.cli.progress import Silent
     from sdflow.run.run import RunOptions, run_workflow
-
-    class Quiet(PlainLines):
-        """Steps and phases are not told."""
-
-        def _say(self, text: str) -> None:
-            pass
 
     loaded = {(each.source, each.target): load(each.source, each.target) for each in tasks}
     pipelines = [
@@ -123,7 +117,7 @@ def build(tasks: Sequence[Task], cache: Path) -> list[Path]:
     whole = replace(next(iter(loaded.values())), pipelines=tuple(pipelines))
     scratch = tasks[0].scratch
     options = RunOptions(out=scratch / "pipelines", results=scratch / "results", verify=False, evaluate=False)
-    return [each.folder for each in run_workflow(whole, Cache(cache), options, Quiet()).pipelines]
+    return [each.folder for each in run_workflow(whole, Cache(cache), options, Silent()).pipelines]
 
 
 def take_all(tasks: Sequence[Task], graphs: Path) -> int:

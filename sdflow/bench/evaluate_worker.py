@@ -32,6 +32,7 @@ from sdflow.runtime.drawing.parts import Images
 from sdflow.runtime.ensemble import Ensemble
 from sdflow.runtime.files.folder import (
     every_artifact,
+    folder_configs,
     folder_defaults,
     folder_family,
     folder_latents,
@@ -136,7 +137,7 @@ def as_the_model_draws(folder: Path, image: ImageSpec) -> ImageSpec:
 def pipeline_inputs(folder: Path, image: ImageSpec) -> dict[str, dict[str, np.ndarray]]:
     """Submodel -> random inputs with the shapes of a pipeline that generates one such image."""
     family, latents = folder_family(folder), folder_latents(folder)
-    configs = {name: submodel_config(folder, name) for name in onnx_submodels(folder)}
+    configs = folder_configs(folder)
     stepped = (family.denoiser, *family.nets(configs).values())
     batches = {
         **dict.fromkeys(

@@ -72,19 +72,16 @@ class PlainLines:
         self._said: dict[str, tuple[str, float]] = {}
         self._told: set[str] = set()
 
-    def _say(self, text: str) -> None:
-        say(text)
-
     def expected(self, expected: Expected) -> None:
         if (nothing := expected.nothing_to_build()) is not None:
-            self._say(nothing)
+            say(nothing)
 
     def note(self, text: str) -> None:
-        self._say(text)
+        say(text)
 
     def doing(self, what: str, phase: str) -> None:
         if phase:
-            self._say(f"{what}: {phase}")
+            say(f"{what}: {phase}")
 
     def started(self, step: Step) -> None:
         self._begun[step.id] = time.perf_counter()
@@ -96,7 +93,7 @@ class PlainLines:
         if name == last and now - then < self.AGAIN_SECONDS:
             return
         self._said[step.id] = name, now
-        self._say(f"{step.pipeline} {step.submodel} {step.name}: {phrase}")
+        say(f"{step.pipeline} {step.submodel} {step.name}: {phrase}")
 
     def memory(self, step: Step, resident: int) -> None:
         pass
@@ -108,10 +105,8 @@ class PlainLines:
         if not result.ran:
             if known:  # several pipelines share it
                 return
-            self._say(f"{step.pipeline} {step.submodel} {step.name}: {result.outcome}")
+            say(f"{step.pipeline} {step.submodel} {step.name}: {result.outcome}")
             return
         took = time.perf_counter() - self._begun[step.id]
         peak = spell_bytes(result.record.built["peak_memory"])
-        self._say(
-            f"{step.pipeline} {step.submodel} {step.name}: {result.outcome} in {spell_seconds(took)}, peak {peak}"
-        )
+        say(f"{step.pipeline} {step.submodel} {step.name}: {result.outcome} in {spell_seconds(took)}, peak {peak}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from sdflow.config.problems import Problems, nearest
-from sdflow.config.tree import Node, YamlList, YamlMap, YamlScalar, expect_kind, is_null, merge, text_of
+from sdflow.config.tree import Node, YamlList, YamlMap, YamlScalar, expect_kind, is_null, text_of
 from sdflow.config.workflow import Mark
 
 Path = tuple[str, ...]
@@ -78,7 +78,7 @@ def patch_chain(
             steps = [step for step in steps if pass_name(step) != name]
         elif isinstance(options, YamlMap):
             # The step keeps the place where it was written; each option has its own.
-            steps = [_patched(step, options) if pass_name(step) == name else step for step in steps]
+            steps = [_patched(step, options, problems) if pass_name(step) == name else step for step in steps]
     return YamlList(tuple(steps), chain.mark)
 
 
@@ -210,8 +210,8 @@ def _applicable(chain: YamlList, patch: YamlMap) -> YamlMap:
     return YamlMap({name: each for name, each in patch.entries.items() if kept(name)}, patch.keys, patch.mark)
 
 
-def _patched(step: Node, options: YamlMap) -> Node:
-    merged = merge(step, without_places(options))
+def _patched(step: Node, options: YamlMap, problems: Problems) -> Node:
+    merged = merge_documents(step, without_places(options), problems)
     assert isinstance(step, YamlMap) and isinstance(merged, YamlMap)
     return YamlMap({**merged.entries, "pass": step.entries["pass"]}, merged.keys, step.mark)
 
@@ -226,7 +226,8 @@ def merge_documents(
     gone: Mapping[str, Collection[str]] = MappingProxyType({}),
     path: Path = (),
 ) -> Node:
-    """Merge `over` over `base`: workflows, or parts of them at `path`. lenient, where: see `patch_chain`; gone: by
+    """Merge `over` over `base`, workflows or parts of them at `path`: maps at every depth, changes into chains; other
+    lists, and scalars, including null, replace. lenient, where: see `patch_chain`; gone: by
     submodel."""
     if _is_chain(path) and isinstance(base, YamlList) and isinstance(over, YamlMap):
         return patch_chain(base, over, problems, lenient=lenient, where=where, gone=gone.get(path[-2], ()))

@@ -63,16 +63,6 @@ def expect_kind(node: Node, kind: str, what: str, problems: Problems) -> None:
     problems.add(node.mark, f"{what} must be {kind}, found {describe(node)}")
 
 
-def merge(base: Node, over: Node) -> Node:
-    """Merge `over` over `base`: maps at every depth; lists and scalars, including null, replace."""
-    if not (isinstance(base, YamlMap) and isinstance(over, YamlMap)):
-        return over
-    entries = dict(base.entries)
-    for key, value in over.entries.items():
-        entries[key] = merge(entries[key], value) if key in entries else value
-    return YamlMap(entries, {**base.keys, **over.keys}, over.mark)
-
-
 def to_data(node: Node) -> Any:
     """The tree as plain Python values."""
     if isinstance(node, YamlMap):

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 from sdflow.build.assemble import copy_file
 from sdflow.disk.atomic_write import replacing_all
 from sdflow.errors import CacheError, UsageError, os_errors_as
-from sdflow.export.attention_probe import SIZES as PROBE_SIZES
-from sdflow.export.attention_probe import attention_probe, has_fused_attention
 from sdflow.export.parts import make_parts
 from sdflow.export.pieces import Buffer, into_buffers, write_buffer
 from sdflow.export.program_data import compact, tokenizer_tables
@@ -30,6 +28,7 @@ from sdflow.onnx_model.files import initializers_and_constants
 from sdflow.runtime.denoiser.start import require_size
 from sdflow.runtime.files.folder import SCHEDULER, folder_defaults
 from sdflow.runtime.sessions.webgpu_angles import with_right_angles
+from sdflow.runtime.sessions.webgpu_attention import PROBE_SIZES, attention_probe, has_fused_attention
 
 if TYPE_CHECKING:
     import numpy as np

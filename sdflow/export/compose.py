@@ -29,7 +29,8 @@ from sdflow.export.schedule import Coefficients
 from sdflow.export.source import Size, Source
 from sdflow.export.tokenizer import add_tokenizer
 from sdflow.models.ports import Sizes
-from sdflow.onnx_model.files import is_external, set_external
+from sdflow.onnx_model.files import data_span, is_external, set_external
+from sdflow.onnx_model.nodes import refill
 from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.sessions.session import read_graph
 from sdflow.runtime.sessions.specialize import specialize
@@ -145,13 +146,19 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
     )
     if form.text:
         opsets[EXTENSIONS] = EXTENSIONS_VERSION
-    model = helper.make_model(
-        made,
+    return Composed(model_of(made, opsets, models.values()), traced.ids, traced.lengths, traced.templates)
+
+
+def model_of(graph: Any, opsets: Mapping[str, int], parts: Iterable[onnx.ModelProto]) -> onnx.ModelProto:
+    """A model of a graph made of these submodels."""
+    from onnx import helper
+
+    return helper.make_model(
+        graph,
         opset_imports=[helper.make_opsetid(domain, version) for domain, version in sorted(opsets.items())],
-        ir_version=max(model.ir_version for model in models.values()),
+        ir_version=max(model.ir_version for model in parts),
         producer_name="sdflow",
     )
-    return Composed(model, traced.ids, traced.lengths, traced.templates)
 
 
 def _axes(source: Source, size: Size, scale: int) -> dict[str, int]:
@@ -166,8 +173,9 @@ def read_part(path: Path, data_file: str | None) -> onnx.ModelProto:
     for tensor in model.graph.initializer:
         if is_external(tensor):
             assert data_file is not None, path
-            entries = {entry.key: entry.value for entry in tensor.external_data}
-            set_external(tensor, data_file, int(entries.get("offset", 0)), int(entries["length"]))
+            _, offset, length = data_span(tensor)
+            assert length is not None, path
+            set_external(tensor, data_file, offset, length)
     return model
 
 
@@ -221,7 +229,7 @@ def add_conditions(
     names = condition_names(traced)
     if not reads_scale(traced):
         del given[SCALE]
-        _drop_input(traced.model, SCALE)
+        refill(traced.model.graph.input, (item for item in traced.model.graph.input if item.name != SCALE))
     part = inlined(traced.model, "conditions", given, names.values())
     graph.initializers.extend(part.initializers)
     for node in part.nodes:
@@ -244,12 +252,6 @@ def add_conditions(
 def reads_scale(traced: Traced) -> bool:
     """Whether the conditions depend on the guidance scale."""
     return any(SCALE in node.input for node in traced.model.graph.node)
-
-
-def _drop_input(model: onnx.ModelProto, name: str) -> None:
-    kept = [item for item in model.graph.input if item.name != name]
-    del model.graph.input[:]
-    model.graph.input.extend(kept)
 
 
 def _baked(schedule: Coefficients) -> list[Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sdflow.errors import UsageError
 from sdflow.export.builder import Builder
-from sdflow.onnx_model.nodes import copied, in_order
+from sdflow.onnx_model.nodes import copied, in_order, needed, read_by
 
 
 @dataclass(frozen=True)
@@ -56,27 +56,6 @@ def inlined(
     nodes = needed([*border.nodes, *in_order(graph.node), *behind.nodes], made.values())
     read = read_by(nodes)
     return Inlined(nodes, [tensor for tensor in graph.initializer if tensor.name in read], made)
-
-
-def needed(nodes: Sequence[Any], results: Iterable[str]) -> list[Any]:
-    """The nodes, in their order, that these results depend on."""
-    wanted, kept = set(results), []
-    for node in reversed(nodes):
-        if wanted.intersection(node.output):
-            wanted.update(read_by([node]))
-            kept.append(node)
-    return kept[::-1]
-
-
-def read_by(nodes: Iterable[Any]) -> set[str]:
-    """The names of all values that nodes read, including graphs in their attributes."""
-    found: set[str] = set()
-    for node in nodes:
-        found.update(name for name in node.input if name)
-        for attribute in node.attribute:
-            for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-                found |= read_by(graph.node) | {item.name for item in graph.output}
-    return found
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 from sdflow.errors import PassError, SlowerWarning
 from sdflow.export.builder import Builder
 from sdflow.export.inline import inlined
-from sdflow.onnx_model.nodes import copied
+from sdflow.onnx_model.nodes import copied, refill
 from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.denoiser.split import split
 
@@ -49,10 +49,9 @@ def cut(model: Any, sizes: Mapping[str, int], *, moving: Moving, guided: bool) -
         warnings.warn(f"the loop runs the denoiser as a whole: {error}", SlowerWarning, stacklevel=2)
         return None
     joined, text, step = copied(parts.step), parts.text.graph, parts.step.graph
-    del joined.graph.node[:], joined.graph.input[:]
-    joined.graph.node.extend([*text.node, *step.node])
+    refill(joined.graph.node, [*text.node, *step.node])
     inputs = {item.name: item for item in (*text.input, *step.input) if item.name not in parts.text_values}
-    joined.graph.input.extend(inputs.values())
+    refill(joined.graph.input, inputs.values())
     there = {tensor.name for tensor in step.initializer}
     joined.graph.initializer.extend(tensor for tensor in text.initializer if tensor.name not in there)
     infos = {item.name for item in step.value_info}

@@ -5,19 +5,20 @@ All inputs and outputs are float32, whatever the computation uses, so that progr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE
 from sdflow.export.builder import Builder
-from sdflow.export.compose import FLAGS, IMAGES, add_conditions, common_opsets, read_part, reads_scale
+from sdflow.export.compose import FLAGS, IMAGES, add_conditions, common_opsets, model_of, read_part, reads_scale
 from sdflow.export.conditions import HEIGHT, WIDTH, Traced, trace_conditions
-from sdflow.export.inline import inlined, needed, read_by
+from sdflow.export.inline import inlined
 from sdflow.export.loop import LATENTS, SCALE
 from sdflow.export.pixels import add_checker, add_decoder
 from sdflow.export.source import Source
 from sdflow.models.ports import Ports
+from sdflow.onnx_model.nodes import needed, read_by
 from sdflow.runtime.denoiser.moving import Moving
 
 TEXT, DENOISER, DECODER, CHECKER = "text", "denoiser", "decoder", "checker"
@@ -64,20 +65,20 @@ def make_parts(source: Source, *, guided: bool) -> Parts:
         opset=opsets[""],
     )
     text, conditions = _text(source, encoders, traced, rows=1 + guided)
-    made = {TEXT: _model(text, opsets, encoders.values())}
+    made = {TEXT: model_of(text, opsets, encoders.values())}
     latents, denoiser = family.latents(configs), models[family.denoiser]
     shape = ("batch", latents.channels, "rows", "columns")
     graph = _denoiser(denoiser, family.denoiser, Moving.of(ports[family.denoiser]), shape, conditions)
-    made[DENOISER] = _model(graph, common_opsets({family.denoiser: denoiser}), [denoiser])
+    made[DENOISER] = model_of(graph, common_opsets({family.denoiser: denoiser}), [denoiser])
     decoder = models[family.decoder]
     builder = Builder(DECODER)
     pixels = add_decoder(builder, decoder, family.decoder, ports[family.decoder], LATENTS, latents)
     builder.add("Identity", pixels, to=IMAGES)
     graph = _graph(builder, DECODER, [_floats(LATENTS, 1, *shape[1:])], [_floats(IMAGES, 1, "height", "width", 3)])
-    made[DECODER] = _model(graph, common_opsets({family.decoder: decoder}), [decoder])
+    made[DECODER] = model_of(graph, common_opsets({family.decoder: decoder}), [decoder])
     if (name := family.checker) is not None and name in models:
         graph = _checker(models[name], name, ports[name], source.companions["feature_extractor"].to_dict())
-        made[CHECKER] = _model(graph, common_opsets({name: models[name]}), [models[name]])
+        made[CHECKER] = model_of(graph, common_opsets({name: models[name]}), [models[name]])
     return Parts(made, conditions, traced, guided)
 
 
@@ -153,14 +154,3 @@ def _graph(builder: Builder, name: str, inputs: list[Any], outputs: list[Any]) -
     from onnx import helper
 
     return helper.make_graph(builder.nodes, name, inputs, outputs, builder.initializers)
-
-
-def _model(graph: Any, opsets: Mapping[str, int], of: Iterable[Any]) -> Any:
-    from onnx import helper
-
-    return helper.make_model(
-        graph,
-        opset_imports=[helper.make_opsetid(domain, version) for domain, version in sorted(opsets.items())],
-        ir_version=max(model.ir_version for model in of),
-        producer_name="sdflow",
-    )

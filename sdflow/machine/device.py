@@ -6,10 +6,10 @@ import ctypes
 import os
 import platform
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sdflow.machine.nvml import nvml
 from sdflow.targets import Target
 
 _BY_TORCH = ("cuda", "tensorrt", "rocm")
@@ -58,31 +58,18 @@ def cuda_device() -> dict[str, Any]:
 
 def driver_version() -> str | None:
     """Return the version of NVIDIA's driver from NVML, such as 580.159.04; None if there is none."""
-    return _nvml_text(lambda library, said: library.nvmlSystemGetDriverVersion(said, len(said)))
+    said = ctypes.create_string_buffer(96)
+    known = nvml(lambda it: it.nvmlSystemGetDriverVersion(said, len(said)))
+    return said.value.decode(errors="replace") if known else None
 
 
 def nvidia_gpu() -> str | None:
     """Return the name of the first NVIDIA GPU from NVML, which needs no PyTorch; None if there is none."""
-
-    def name(library: Any, said: Any) -> Any:
-        handle = ctypes.c_void_p()
-        return library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle)) or library.nvmlDeviceGetName(
-            handle, said, len(said)
-        )
-
-    return _nvml_text(name)
-
-
-def _nvml_text(ask: Callable[[Any, Any], Any]) -> str | None:
-    """Return what a call of NVML writes; None if it fails or there is no NVML. ask: takes library and buffer, returns
-    NVML's status."""
-    name = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
-    said = ctypes.create_string_buffer(96)
-    try:
-        library = ctypes.CDLL(name)
-        known = library.nvmlInit_v2() == 0 and ask(library, said) == 0
-    except (OSError, AttributeError):
-        return None
+    handle, said = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+    known = nvml(
+        lambda it: it.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle)),
+        lambda it: it.nvmlDeviceGetName(handle, said, len(said)),
+    )
     return said.value.decode(errors="replace") if known else None
 
 

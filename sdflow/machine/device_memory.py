@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 
+from sdflow.machine.nvml import nvml
 from sdflow.machine.packages import found_version
 
 _SECONDS = 5
@@ -53,16 +53,12 @@ def process_bytes(device: str) -> int | None:
     import torch
 
     handle, count, found = ctypes.c_void_p(), ctypes.c_uint(MOST_PROCESSES), (_Process * MOST_PROCESSES)()
-    try:
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
-        library = _nvml()
-        known = (
-            library.nvmlInit_v2() == 0
-            and library.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)) == 0
-            and library.nvmlDeviceGetComputeRunningProcesses_v3(handle, ctypes.byref(count), found) == 0
-        )
-    except (OSError, AttributeError):
-        return None
+    known = nvml(
+        lambda it: it.nvmlDeviceGetHandleByUUID(
+            f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode(), ctypes.byref(handle)
+        ),
+        lambda it: it.nvmlDeviceGetComputeRunningProcesses_v3(handle, ctypes.byref(count), found),
+    )
     own = [int(each.used) for each in found[: count.value if known else 0] if each.pid == os.getpid()]
     return own[0] if own and own[0] != _UNKNOWN else None
 
@@ -71,23 +67,14 @@ _UNKNOWN = (1 << 64) - 1
 """NVML_VALUE_NOT_AVAILABLE."""
 
 
-def _nvml() -> ctypes.CDLL:
-    return ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
-
-
 def _of_nvml() -> Card | None:
     """https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html"""
     handle, memory, name = ctypes.c_void_p(), _Memory(), ctypes.create_string_buffer(96)
-    try:
-        library = _nvml()
-        known = (
-            library.nvmlInit_v2() == 0
-            and library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle)) == 0
-            and library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0
-            and library.nvmlDeviceGetName(handle, name, len(name)) == 0
-        )
-    except (OSError, AttributeError):
-        return None
+    known = nvml(
+        lambda it: it.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle)),
+        lambda it: it.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)),
+        lambda it: it.nvmlDeviceGetName(handle, name, len(name)),
+    )
     return Card(name.value.decode(errors="replace"), int(memory.total)) if known else None
 
 

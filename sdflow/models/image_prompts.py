@@ -57,9 +57,9 @@ def image_prompt_ports(config: Config) -> tuple[Port, ...]:
     )
 
 
-def token_counts(config: Config, images: int = 1) -> dict[str, int]:
-    """Return the sizes of the token axes for a number of images per adapter."""
-    return {tokens_axis(adapter): images * count for adapter, count in enumerate(config.get(ADAPTED) or ())}
+def token_counts(config: Config) -> dict[str, int]:
+    """Return the sizes of the token axes for one image per adapter."""
+    return {tokens_axis(adapter): count for adapter, count in enumerate(config.get(ADAPTED) or ())}
 
 
 def add_adapters(unet: Any, tokens: Sequence[int]) -> None:

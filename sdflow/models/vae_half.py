@@ -32,6 +32,10 @@ class VaeHalf(Model):
         deepest = 2 * halved(config)
         return Sizes(batch=2, height=deepest, width=deepest)
 
+    def traced(self, module: Any) -> None:
+        for part in self.unread:
+            setattr(module, part, None)
+
 
 class EncoderHalf(VaeHalf):
     """Maps pixels in [-1, 1] to unscaled latents."""
@@ -44,8 +48,7 @@ class EncoderHalf(VaeHalf):
         raise NotImplementedError
 
     def traced(self, module: Any) -> None:
-        for part in self.unread:
-            setattr(module, part, None)
+        super().traced(module)
 
         def forward(sample: Any) -> Any:
             return self.encode(module, sample)
@@ -63,8 +66,7 @@ class DecoderHalf(VaeHalf):
         return Ports(inputs=(_latents(config),), outputs=(_pixels(config["out_channels"]),))
 
     def traced(self, module: Any) -> None:
-        for part in self.unread:
-            setattr(module, part, None)
+        super().traced(module)
 
         def forward(latent_sample: Any) -> Any:
             return module.decode(latent_sample, return_dict=False)[0]

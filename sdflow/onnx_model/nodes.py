@@ -1,8 +1,8 @@
-"""Read, copy and sort nodes of an ONNX graph."""
+"""Read, copy, sort and replace nodes of an ONNX graph."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sdflow.errors import PassError
@@ -11,6 +11,50 @@ from sdflow.errors import PassError
 def copied(message: Any) -> Any:
     """Return a copy of a protobuf message without a parent."""
     return type(message).FromString(message.SerializeToString())
+
+
+def refill(field: Any, messages: Iterable[Any]) -> None:
+    """Replace all messages of a repeated field by copies of these, some of which may be its own."""
+    copies = [copied(message) for message in messages]
+    del field[:]
+    field.extend(copies)
+
+
+def import_domain(model: Any, domain: str) -> None:
+    """Add version 1 of a domain's operators to those that a ModelProto uses."""
+    if domain not in {entry.domain for entry in model.opset_import}:
+        model.opset_import.add(domain=domain, version=1)
+
+
+def prune(graph: Any) -> None:
+    """Sort a graph's nodes and remove those that no output depends on, with their initializers and value infos."""
+    outputs = {item.name for item in graph.output}
+    nodes = needed(in_order(graph.node), outputs)
+    live = outputs | read_by(nodes) | {name for node in nodes for name in node.output}
+    refill(graph.node, nodes)
+    for field in (graph.initializer, graph.value_info):
+        refill(field, (item for item in field if item.name in live))
+
+
+def needed(nodes: Sequence[Any], results: Iterable[str]) -> list[Any]:
+    """Return the nodes, in their order, that these results depend on."""
+    wanted, kept = set(results), []
+    for node in reversed(nodes):
+        if wanted.intersection(node.output):
+            wanted.update(read_by([node]))
+            kept.append(node)
+    return kept[::-1]
+
+
+def read_by(nodes: Iterable[Any]) -> set[str]:
+    """Return the names of all values that nodes read, including graphs in their attributes."""
+    found: set[str] = set()
+    for node in nodes:
+        found.update(name for name in node.input if name)
+        for attribute in node.attribute:
+            for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                found |= read_by(graph.node) | {item.name for item in graph.output}
+    return found
 
 
 def attributes(node: Any) -> dict[str, Any]:

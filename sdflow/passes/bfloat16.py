@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from sdflow.onnx_model.facts import subgraphs
 from sdflow.onnx_model.stub import is_stub
+from sdflow.processes.patched import patched
 
 NO_KERNEL = (
     "ArgMax", "ArgMin", "AveragePool", "BatchNormalization", "BiasAdd", "BiasSplitGelu", "Ceil", "Clip", "Conv",
@@ -33,17 +34,14 @@ def bfloat16_bits() -> Iterator[None]:
 
     Stubs get float16 recipes, which `relabel` corrects.
     """
-    from sdflow.passes import weights_on_disk
+    from sdflow.weights import half
 
-    importlib.import_module("onnxruntime.transformers.float16")
-    with ExitStack() as stack:
-        for owner, name in (
-            (importlib.import_module("float16"), "convert_np_to_float16"),
-            (importlib.import_module("onnxruntime.transformers.float16"), "convert_np_to_float16"),
-            (weights_on_disk, "to_half"),
-        ):
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, _bits)
+    packaged, loose = (importlib.import_module(name) for name in ("onnxruntime.transformers.float16", "float16"))
+    with (
+        patched(packaged, convert_np_to_float16=_bits),
+        patched(loose, convert_np_to_float16=_bits),
+        patched(half, to_float16=_bits),
+    ):
         yield
 
 

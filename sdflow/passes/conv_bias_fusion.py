@@ -30,11 +30,10 @@ from sdflow.onnx_model.nodes import attribute, attributes
 from sdflow.passes.base import PassConfig
 from sdflow.passes.editing import EditingPass
 from sdflow.passes.graph_edit import GraphEdit
+from sdflow.passes.nearest import TO_NCHW
 
 DOMAIN = "com.microsoft"
 BIAS_ADD_CHANNELS = (320, 640, 1280)
-TO_NCHW = [0, 3, 1, 2]
-TO_NHWC = [0, 2, 3, 1]
 _SKIP, _BIAS = 3, 4  # inputs of SkipGroupNorm
 
 

@@ -10,6 +10,7 @@ from sdflow.artifact import MODEL_FILE, Facts
 from sdflow.errors import PassError
 from sdflow.onnx_model.facts import graph_facts
 from sdflow.onnx_model.files import store_proto
+from sdflow.onnx_model.nodes import import_domain
 from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
 from sdflow.passes.graph_edit import GraphEdit
 from sdflow.passes.olive import copy_companions
@@ -54,9 +55,8 @@ class EditingPass(Pass[C], Generic[C]):
             message, remedy = self.refusal(edit, config)
             raise PassError(message, where=self.name, remedy=remedy)
         edit.clean()
-        domain = self.domain_for(config)
-        if domain and domain not in {each.domain for each in model.opset_import}:
-            model.opset_import.append(onnx.helper.make_opsetid(domain, 1))
+        if domain := self.domain_for(config):
+            import_domain(model, domain)
         store_proto(model, source, out)
         copy_companions(source, out)
         return {**graph_facts(out / MODEL_FILE), **facts}

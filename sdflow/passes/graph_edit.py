@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sdflow.onnx_model.files import read_values
-from sdflow.onnx_model.nodes import copied, in_order
+from sdflow.onnx_model.nodes import prune, refill
 from sdflow.onnx_model.stub import is_stub
 from sdflow.weights.stubs import make_stub, stub_recipe
 
@@ -50,10 +50,7 @@ class GraphEdit:
     def replace_nodes(self, changed: Sequence[tuple[Any, Sequence[Any]]]) -> None:
         """Replace each node with the given nodes (none: remove it). Faster than replacing one at a time."""
         by_output = {node.output[0]: [*new] for node, new in changed}
-        nodes = [new for node in self.graph.node for new in by_output.get(node.output[0], (node,))]
-        made = [copied(node) for node in nodes]
-        del self.graph.node[:]
-        self.graph.node.extend(made)
+        refill(self.graph.node, (new for node in self.graph.node for new in by_output.get(node.output[0], (node,))))
         self.refresh()
 
     def sum_of(self, names: Sequence[str]) -> str:
@@ -109,22 +106,16 @@ class GraphEdit:
         """Return the name of an initializer: a weight before 16-bit rounding, times a Hadamard matrix along `axis`;
         created once."""
         import numpy as np
-        import onnx
 
         from sdflow.weights.hadamard import rotated
         from sdflow.weights.recipe import Rotated, unrounded
 
-        result = f"{name}/rotated"
-        if result not in self.weights:
-            tensor, old = onnx.TensorProto(name=result), self.weights[name]
-            if is_stub(old):
-                make_stub(tensor, Rotated(axis, size, unrounded(stub_recipe(old))))
-            else:
-                values = read_values(old, self.folder).astype(np.float32)
-                tensor.CopyFrom(onnx.numpy_helper.from_array(rotated(values, axis, size), result))
-            self.graph.initializer.append(tensor)
-            self.weights[result] = tensor
-        return result
+        return self.moved(
+            name,
+            f"{name}/rotated",
+            lambda values: rotated(values.astype(np.float32), axis, size),
+            lambda recipe: Rotated(axis, size, unrounded(recipe)),
+        )
 
     def quantized(self, name: str, kind: str, axis: int) -> tuple[str, str]:
         """Return the names of a weight's quantized values and of their scales; created once.
@@ -132,29 +123,15 @@ class GraphEdit:
         kind: key of `sdflow.weights.quantized.KINDS`. axis: output channels. If a recipe rounds the weight to 16 bits,
         the unrounded weight is quantized.
         """
-        import numpy as np
-        import onnx
-
         from sdflow.weights.quantized import KINDS
-        from sdflow.weights.recipe import Quantized, Recipe, Scales, unrounded
+        from sdflow.weights.recipe import Quantized, Scales
+
+        def quantize(values: Any) -> Sequence[Any]:
+            scales = KINDS[kind].scales(values, axis)
+            return KINDS[kind].quantize(values, scales, axis), scales
 
         names = f"{name}/{kind}", f"{name}/{kind}/scales"
-        if names[0] in self.weights:
-            return names
-        old = self.weights[name]
-        if is_stub(old):
-            exact = unrounded(stub_recipe(old))
-            recipes: tuple[Recipe, ...] = (Quantized(kind, axis, exact), Scales(kind, axis, exact))
-            for result, recipe in zip(names, recipes, strict=True):
-                self.weights[result] = onnx.TensorProto(name=result)
-                make_stub(self.weights[result], recipe)
-        else:
-            values = read_values(old, self.folder).astype(np.float32)
-            scales = KINDS[kind].scales(values, axis)
-            made_values = KINDS[kind].quantize(values, scales, axis), scales
-            for result, array in zip(names, made_values, strict=True):
-                self.weights[result] = onnx.numpy_helper.from_array(np.ascontiguousarray(array), result)
-        self.graph.initializer.extend(self.weights[result] for result in names)
+        self._quantize(name, names, quantize, lambda exact: (Quantized(kind, axis, exact), Scales(kind, axis, exact)))
         return names
 
     def blockwise(self, name: str, how: Any) -> tuple[str, str, str]:
@@ -163,27 +140,43 @@ class GraphEdit:
         how: a `sdflow.weights.blockwise.Format` whose block size divides K. If a recipe rounds the weight to 16 bits,
         the unrounded weight is quantized.
         """
+        from sdflow.weights.blockwise import PARTS, quantize
+        from sdflow.weights.recipe import Blockwise
+
+        values = f"{name}/int{how.bits}"
+        names = values, f"{values}/scales", f"{values}/zeros"
+
+        def recipes(exact: Any) -> Sequence[Any]:
+            return [Blockwise(part, how, exact) for part in PARTS]
+
+        self._quantize(name, names, lambda exact: quantize(exact, how), recipes)
+        return names
+
+    def _quantize(
+        self,
+        name: str,
+        results: Sequence[str],
+        quantize: Callable[[Any], Iterable[Any]],
+        recipes: Callable[[Any], Iterable[Any]],
+    ) -> None:
+        """Add initializers made of a weight before 16-bit rounding, once: of its values in float32, or of its recipe."""
         import numpy as np
         import onnx
 
-        from sdflow.weights.blockwise import PARTS, quantize
-        from sdflow.weights.recipe import Blockwise, unrounded
+        from sdflow.weights.recipe import unrounded
 
-        values, scales, zeros = (f"{name}/int{how.bits}", f"{name}/int{how.bits}/scales", f"{name}/int{how.bits}/zeros")
-        if values in self.weights:
-            return values, scales, zeros
-        old, made = self.weights[name], [onnx.TensorProto(name=result) for result in (values, scales, zeros)]
+        if results[0] in self.weights:
+            return
+        old, made = self.weights[name], [onnx.TensorProto(name=result) for result in results]
         if is_stub(old):
-            exact = unrounded(stub_recipe(old))
-            for tensor, part in zip(made, PARTS, strict=True):
-                make_stub(tensor, Blockwise(part, how, exact))
+            for tensor, recipe in zip(made, recipes(unrounded(stub_recipe(old))), strict=True):
+                make_stub(tensor, recipe)
         else:
-            found = quantize(read_values(old, self.folder).astype(np.float32), how)
+            found = quantize(read_values(old, self.folder).astype(np.float32))
             for tensor, array in zip(made, found, strict=True):
                 tensor.CopyFrom(onnx.numpy_helper.from_array(np.ascontiguousarray(array), tensor.name))
         self.weights |= {tensor.name: tensor for tensor in made}
         self.graph.initializer.extend(made)
-        return values, scales, zeros
 
     def _recipe(self, tensor: Any) -> Any:
         from sdflow.weights.symbol import recipe_of
@@ -201,23 +194,6 @@ class GraphEdit:
 
     def clean(self) -> None:
         """Remove unread nodes, initializers and value infos, and sort the nodes topologically."""
-        live: set[str] = set()
-        wanted = [item.name for item in self.graph.output]
-        while wanted:
-            name = wanted.pop()
-            if name and name not in live:
-                live.add(name)
-                node = self.producers.get(name)
-                wanted += [*node.input, *node.output] if node is not None else []
-        nodes = [copied(node) for node in in_order(self.graph.node) if live.intersection(node.output)]
-        tensors = [copied(tensor) for tensor in self.graph.initializer if tensor.name in live]
-        infos = [copied(info) for info in self.graph.value_info if info.name in live]
-        for field, kept in (
-            (self.graph.node, nodes),
-            (self.graph.initializer, tensors),
-            (self.graph.value_info, infos),
-        ):
-            del field[:]
-            field.extend(kept)
+        prune(self.graph)
         self.weights = {tensor.name: tensor for tensor in self.graph.initializer}
         self.refresh()

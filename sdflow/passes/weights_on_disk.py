@@ -18,9 +18,6 @@ from sdflow.onnx_model.facts import dtype_name, subgraphs, tensor_bytes
 from sdflow.onnx_model.files import INLINE_BELOW, data_span, inline_values, is_external, set_external
 from sdflow.processes.patched import patched
 
-BLOCK = 1 << 20
-"""Number of elements converted at a time."""
-
 MOVABLE = ("float32", "float16", "bfloat16")
 """Types of weights that may stay on disk; all others are small in diffusion models and are loaded at once."""
 
@@ -54,6 +51,8 @@ def weights_on_disk(scratch: Path) -> Iterator[None]:
     from olive.model import ONNXModelHandler
     from onnxruntime.transformers import optimizer
 
+    from sdflow.weights import half
+
     fusion_base, float16 = __import__("fusion_base"), __import__("float16")
     files = _Files(scratch / "new_weights")
     add_initializer = fusion_base.Fusion.add_initializer
@@ -75,7 +74,7 @@ def weights_on_disk(scratch: Path) -> Iterator[None]:
     def convert(tensor: Any, min_positive_val: float = 5.96e-08, max_finite_val: float = 65504.0) -> Any:
         if not (_is_reference(tensor) and tensor.data_type == onnx.TensorProto.FLOAT):
             return to_float16(tensor, min_positive_val, max_finite_val)
-        values = to_half(files.view(tensor), min_positive_val, max_finite_val)
+        values = half.to_float16(files.view(tensor), min_positive_val, max_finite_val)
         tensor.data_type = onnx.TensorProto.FLOAT16
         files.append(tensor, values)
         return tensor
@@ -91,25 +90,6 @@ def weights_on_disk(scratch: Path) -> Iterator[None]:
         patched(ONNXModelHandler, load_model=load_handler),
     ):
         yield
-
-
-def to_half(values: Any, smallest: float, largest: float) -> Any:
-    """Convert float32 to float16 with the same rounding as `convert_np_to_float16` in
-    onnxruntime/transformers/float16.py.
-
-    Magnitudes of finite nonzero values are clamped to [smallest, largest]; 0, infinities and NaN are unchanged. Works
-    in
-    blocks: ORT's function allocates six index arrays of 8 bytes per element.
-    """
-    import numpy as np
-
-    flat = values.reshape(-1)
-    result = np.empty(flat.shape, np.float16)
-    for start in range(0, flat.size, BLOCK):
-        block = np.asarray(flat[start : start + BLOCK])
-        clipped = np.copysign(np.clip(np.abs(block), np.float32(smallest), np.float32(largest)), block)
-        result[start : start + BLOCK] = np.where((block == 0) | ~np.isfinite(block), block, clipped)
-    return result.reshape(values.shape)
 
 
 class _Files:

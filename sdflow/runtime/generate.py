@@ -24,6 +24,7 @@ from sdflow.runtime.files.image_files import open_image
 from sdflow.runtime.files.image_prompt_files import for_adapters
 from sdflow.runtime.files.image_text import APPROXIMATION
 from sdflow.runtime.files.recorded_tuning import recorded_tuning
+from sdflow.runtime.files.soundness import require_sound_folders
 from sdflow.runtime.files.words import recorded_embeddings
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.request_check import (
@@ -32,7 +33,6 @@ from sdflow.runtime.request_check import (
     check_request,
     control_of,
     read_whole,
-    require_sound_folders,
     wanted_of,
     with_approximation,
     with_refiner,
@@ -115,7 +115,7 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     progress.phase(f"loading {request.folder} on {target.title}")
     begun = time.perf_counter()
     if request.check:
-        require_sound_folders(request, built)
+        require_sound_folders((request.folder, request.refiner), checker=request.checker)
     import_companions(request.folder)  # this process compiles nothing
     first = _first(request) if len(wanted[: request.batch]) == 1 and not fewer else None
     pipeline = _load(request, target, recorded.tuning, words, first)

@@ -14,7 +14,7 @@ from typing import Any
 from sdflow.families.shared.base import Family
 from sdflow.machine.memory import HOST, available_bytes
 from sdflow.runtime.bands.memory import LEAST_BAND, band_bytes, stored_bytes
-from sdflow.runtime.files.folder import folder_family, onnx_submodels, submodel_config
+from sdflow.runtime.files.folder import folder_configs, folder_family
 from sdflow.runtime.sessions.working_bytes import BYTES, row_bytes
 from sdflow.runtime.vae import tile_pixels
 
@@ -39,9 +39,7 @@ def most_pixels(folder: Path, available: int | None = None, *, images: int = 1, 
     inference process with the weights loaded, or leave room for them. images: batch size. device: "cpu" or "cuda".
     Raises UsageError if it is not a pipeline folder.
     """
-    family = folder_family(folder)
-    configs = {name: submodel_config(folder, name) for name in onnx_submodels(folder)}
-    return most_pixels_of(family, configs, available, images=images, device=device)
+    return most_pixels_of(folder_family(folder), folder_configs(folder), available, images=images, device=device)
 
 
 def most_pixels_of(

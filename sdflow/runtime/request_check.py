@@ -35,7 +35,6 @@ from sdflow.runtime.files.folder import (
     refiner_of,
 )
 from sdflow.runtime.files.image_prompt_files import for_adapters
-from sdflow.runtime.files.soundness import require_sound
 from sdflow.runtime.files.words import read_words
 from sdflow.runtime.refiner_requirements import require_exact, require_no_mask
 from sdflow.sources.embedding import Embedding
@@ -81,16 +80,6 @@ def read_whole(folder: Path) -> Manifest:
             remedy="Run the pipeline's workflow again; `--copy` needs no cache.",
         )
     return manifest
-
-
-def require_sound_folders(request: GenerateRequest, built: Manifest) -> None:
-    """Raise VerificationError unless the files to be loaded match their recorded digests."""
-    folders = {request.folder: built}
-    if request.refiner is not None:
-        folders[request.refiner] = read_manifest(request.refiner)
-    for folder, manifest in folders.items():
-        checker = None if request.checker else folder_family(folder).checker
-        require_sound(folder, manifest, [name for name in onnx_submodels(folder) if name != checker])
 
 
 def check_request(request: GenerateRequest) -> None:

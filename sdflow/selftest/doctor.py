@@ -5,7 +5,6 @@ The table of versions is data: what breaks, the consequence, and the remedy.
 
 from __future__ import annotations
 
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from sdflow.machine.packages import (
 )
 from sdflow.machine.webgpu import missing_library
 from sdflow.store import Cache
+from sdflow.store.layout import free_bytes
 from sdflow.targets import TARGETS, WEBGPU_PROVIDER
 
 Level = Literal["ok", "warning", "error"]
@@ -153,10 +153,7 @@ def _device_memory() -> Diagnosis:
 
 
 def _disk(root: Path) -> Diagnosis:
-    nearest = root if root.exists() else root.absolute().parent
-    while not nearest.exists():
-        nearest = nearest.parent
-    free = shutil.disk_usage(nearest).free
+    free = free_bytes(root.absolute())
     what = f"{free / GIB:.0f} GiB free for {root}"
     if free < BUILD_DISK:
         return Diagnosis(

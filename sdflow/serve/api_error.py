@@ -44,7 +44,6 @@ class ApiError(HTTPException):
         headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
         super().__init__(status, message, headers | ({"WWW-Authenticate": "Bearer"} if status == 401 else {}))
         self.status, self.message, self.param, self.code = status, message, param, code or CODES.get(status)
-        self.retry_after = retry_after
 
     def body(self, path: str = "") -> dict[str, Any]:
         """Return the JSON body in OpenAI's format, or in the webui's for paths of A1111's API."""

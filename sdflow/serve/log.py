@@ -44,9 +44,9 @@ def _write(line: str) -> None:
         left = left[os.write(descriptor, left) :]
 
 
-def rotate(path: Path, most: int = MOST_BYTES) -> None:
-    """Start the file anew above `most` bytes. It is copied and truncated, because other processes append to it."""
-    if path.stat().st_size > most:
+def rotate(path: Path) -> None:
+    """Start the file anew above MOST_BYTES. It is copied and truncated, because other processes append to it."""
+    if path.stat().st_size > MOST_BYTES:
         shutil.copyfile(path, path.with_name(f"{path.name}.1"))
         os.truncate(path, 0)
 

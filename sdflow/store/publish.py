@@ -37,7 +37,6 @@ class Staging:
     path: Path
     _lease: Lease
     _lookup: Callable[[Action], Record | None]
-    kept: Path | None = None
     _published: bool = False
     _sealed: Mapping[FileEntry, str] | None = None
 
@@ -46,11 +45,9 @@ class Staging:
         return self.path / FILES
 
     def clear(self, *, keep: bool) -> None:
-        """Remove the directory. keep: after a failure, rename it to `<name>-failed` instead and set `kept`."""
+        """Remove the directory. keep: after a failure, rename it to `<name>-failed` instead."""
         if keep and not self._published and self.path.exists():
-            kept = self.path.with_name(f"{self.path.name}-failed")
-            move(self.path, kept)
-            self.kept = kept
+            move(self.path, self.path.with_name(f"{self.path.name}-failed"))
         elif self.path.exists():
             discard(self._layout, self.path)
 

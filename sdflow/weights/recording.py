@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from sdflow.errors import WeightValueRead
+from sdflow.onnx_model.nodes import refill
 from sdflow.onnx_model.stub import is_stub
 from sdflow.processes.patched import patched
 from sdflow.weights.recipe import Float16, Param
@@ -195,10 +196,8 @@ def _export(original: Any) -> Any:
                     real[item.name] = onnx.TensorProto(name=item.name)
                     make_stub(real[item.name], Param(item.name, parameters[item.name]))
             order = {value.debugName(): index for index, value in enumerate(graph.inputs())}
-            tensors = sorted(real.values(), key=lambda tensor: order[tensor.name])
-            del written.graph.initializer[:], written.graph.input[:]
-            written.graph.initializer.extend(tensors)
-            written.graph.input.extend(inputs)
+            refill(written.graph.initializer, sorted(real.values(), key=lambda tensor: order[tensor.name]))
+            refill(written.graph.input, inputs)
             return written.SerializeToString(), *others
 
         infer = {name: _without_values(getattr(torch._C, name), parameters) for name in _SHAPE_INFERENCE}

@@ -14,7 +14,7 @@ from sdflow.config import load_workflow
 from sdflow.config.nodes import parse
 from sdflow.config.patch import merge_documents, patch_chain
 from sdflow.config.problems import Problems
-from sdflow.config.tree import Node, YamlList, YamlMap, merge, to_data
+from sdflow.config.tree import Node, YamlList, YamlMap, to_data
 from sdflow.config.workflow import PipelineSpec
 from sdflow.errors import WorkflowError
 
@@ -36,6 +36,10 @@ def node(data: object, file: str = "w.yaml") -> Node:
     problems.check()
     assert parsed is not None
     return parsed
+
+
+def merge(base: Node, over: Node) -> Node:
+    return merge_documents(base, over, Problems())
 
 
 def merged(*layers: object) -> object:

@@ -20,11 +20,11 @@ from shell import ROOT
 from until import until
 
 from sdflow.build.assemble import assemble
-from sdflow.export.attention_probe import SIZES, attention_probe
 from sdflow.export.browser import PAGE, BrowserWanted, export_browser
 from sdflow.export.web_runtime import PACKAGE, VERSION, find_runtime
 from sdflow.manifest import Origin
 from sdflow.runtime.pipeline import Pipeline
+from sdflow.runtime.sessions.webgpu_attention import PROBE_SIZES, attention_probe
 from sdflow.sources import PlainDigests, open_checkpoint
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the page is tried with Playwright")
@@ -384,7 +384,7 @@ def test_a_device_that_computes_attention_wrongly_is_told(server: FileServer, pa
     """SwiftShader's subgroups are of 4. On the processor the same attention is right."""
     described = json.loads((server.folder / "pipeline.json").read_bytes())
     probe = attention_probe()
-    described["attention"] = SIZES
+    described["attention"] = PROBE_SIZES
     described["files"]["attention.onnx"] = {"bytes": len(probe), "sha256": hashlib.sha256(probe).hexdigest()}
     server.replaced |= {"pipeline.json": json.dumps(described).encode(), "attention.onnx": probe}
     open_page(page, server, "webgpu")

@@ -19,7 +19,6 @@ from started_python import Command
 
 from sdflow.build.assemble import assemble
 from sdflow.errors import UsageError
-from sdflow.export.attention_probe import SIZES, attention_probe
 from sdflow.export.browser import PAGE, BrowserWanted, export_browser
 from sdflow.export.compose import read_part
 from sdflow.export.pieces import into_buffers, write_buffer
@@ -27,6 +26,7 @@ from sdflow.export.web_runtime import CDN, FILES, PACKAGE, VERSION, Runtime, fin
 from sdflow.manifest import Origin
 from sdflow.onnx_model.files import data_span, is_external
 from sdflow.runtime.pipeline import Pipeline
+from sdflow.runtime.sessions.webgpu_attention import PROBE_SIZES, attention_probe
 from sdflow.sources import PlainDigests, open_checkpoint
 
 PROMPT, NEGATIVE, STEPS, SEED = "a horse", "blurry", 3, 5
@@ -205,12 +205,14 @@ def test_a_tensor_lies_whole_in_one_buffer_and_equal_bytes_lie_there_once(tiny_p
 
 
 def test_the_probe_is_attention(tmp_path: Path) -> None:
-    width = SIZES["heads"] * SIZES["size"]
-    counts = {"q": SIZES["rows"], "k": SIZES["keys"], "v": SIZES["keys"]}
+    width = PROBE_SIZES["heads"] * PROBE_SIZES["size"]
+    counts = {"q": PROBE_SIZES["rows"], "k": PROBE_SIZES["keys"], "v": PROBE_SIZES["keys"]}
     given = {name: torch.randn(1, count, width) for name, count in counts.items()}
     session = onnxruntime.InferenceSession(attention_probe(), providers=["CPUExecutionProvider"])
     (found,) = session.run(None, {name: value.numpy() for name, value in given.items()})
-    heads = [value.unflatten(2, (SIZES["heads"], SIZES["size"])).transpose(1, 2) for value in given.values()]
+    heads = [
+        value.unflatten(2, (PROBE_SIZES["heads"], PROBE_SIZES["size"])).transpose(1, 2) for value in given.values()
+    ]
     wanted = torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
     np.testing.assert_allclose(found, wanted.numpy(), rtol=0, atol=1e-5)
 

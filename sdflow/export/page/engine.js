@@ -73,7 +73,7 @@ export class Engine {
     return engine;
   }
 
-  /** Fused attention is wrong on some devices, without an error: sdflow/export/attention_probe.py. */
+  /** Fused attention is wrong on some devices, without an error: sdflow/runtime/sessions/webgpu_attention.py. */
   async #tryAttention() {
     const { rows, keys, heads, size } = this.index.attention, next = normals(0), width = heads * size;
     const given = {};

@@ -21,7 +21,7 @@ from sdflow.families.shared.noising import Flow, Noising, even_sigmas, shift_of_
 from sdflow.families.shared.part import CLIP_TOKENIZER, Companion, Layout, Part
 from sdflow.families.shared.reference_loras import split_kohya
 from sdflow.families.shared.request import Conditions, Request, Run
-from sdflow.families.shared.text import SECOND_PROMPTS, plain_texts, text_ids
+from sdflow.families.shared.text import SECOND_PROMPTS, further_texts, plain_texts, text_ids
 from sdflow.families.shared.transformer import LAYOUT, denoiser_part, sized_by_vae
 from sdflow.families.shared.unet_and_vae import VAE, vae_fingerprint
 from sdflow.models import t5_text
@@ -183,8 +183,7 @@ class Flux(Family):
         request.require_no_negatives()
         more = {name: value for name, value in request.more.items() if value is not None}
         count = len(request.prompts)
-        second = more.get("prompt_2") or list(request.prompts)
-        second = [second] * count if isinstance(second, str) else list(second)
+        second = further_texts(more.get("prompt_2"), request.prompts)
         clip, long = (plain_texts(texts, request.reading) for texts in (list(request.prompts), second))
         length = more.get("max_sequence_length", _length(request.denoiser))
         pooled = run("text_encoder", {"input_ids": text_ids(companions["tokenizer"], clip, "text_encoder (CLIP)")})

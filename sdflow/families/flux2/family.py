@@ -20,7 +20,7 @@ from sdflow.families.shared.part import Companion, Layout, Part
 from sdflow.families.shared.request import Conditions, Request, Run
 from sdflow.families.shared.text import plain_texts
 from sdflow.families.shared.transformer import LAYOUT, denoiser_part, load_into_transformer
-from sdflow.families.shared.truncation import ends_of_chats, warn_of_truncation
+from sdflow.families.shared.truncation import chats_of
 from sdflow.models.base import Config
 from sdflow.models.qwen3_text import LAYERS, TOKENS, Qwen3Bare, Qwen3Text
 from sdflow.parameter import Parameter
@@ -195,12 +195,6 @@ FAMILY = Flux2()
 
 def _tokens(tokenizer: Any, texts: Sequence[str], length: int) -> dict[str, torch.Tensor]:
     """Return ids and mask (texts, length) of each text as a user message, without thinking."""
-    chats = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True, enable_thinking=False
-        )
-        for text in texts
-    ]
-    warn_of_truncation(tokenizer, chats, length, "text_encoder (Qwen3)", ends=ends_of_chats(chats, texts))
+    chats = chats_of(tokenizer, texts, length, thinking=False)
     found = tokenizer(chats, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
     return {name: found[name] for name in ("input_ids", "attention_mask")}

@@ -38,14 +38,7 @@ class LatentConsistency(OneClip):
     ) -> Any:
         import diffusers
 
-        return diffusers.LatentConsistencyModelPipeline(
-            **{name: modules.get(name) for name in ("vae", "text_encoder", "unet")},
-            tokenizer=companions["tokenizer"],
-            scheduler=companions["scheduler"],
-            safety_checker=modules.get("safety_checker"),
-            feature_extractor=companions.get("feature_extractor"),
-            requires_safety_checker="safety_checker" in modules,
-        )
+        return self.built(diffusers.LatentConsistencyModelPipeline, modules, companions)
 
 
 FAMILY = LatentConsistency()

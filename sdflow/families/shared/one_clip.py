@@ -66,6 +66,17 @@ class OneClip(Family):
     companions: ClassVar[Mapping[str, Companion]] = COMPANIONS
     embeddings = ("prompt_embeds", "negative_prompt_embeds")
 
+    def built(self, make: Any, modules: Mapping[str, Any], companions: Mapping[str, Any], **more: Any) -> Any:
+        """Return a diffusers pipeline with these modules, None for those that it lacks. make: its class."""
+        return make(
+            **{name: modules.get(name) for name in ("vae", "text_encoder", "unet", "safety_checker")},
+            tokenizer=companions["tokenizer"],
+            scheduler=companions["scheduler"],
+            feature_extractor=companions.get("feature_extractor"),
+            requires_safety_checker="safety_checker" in modules,
+            **more,
+        )
+
     def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:
         return {
             **unet_fingerprint(configs["unet"]),

@@ -59,11 +59,13 @@ def known_scheduler(text: str, where: str = "--scheduler", schedulers: Mapping[s
     raise UsageError(unknown(text, schedulers), where=where, remedy=f"Known: {listed(schedulers)}.")
 
 
-def require_installed(name: str, where: str = "--scheduler") -> None:
+def require_installed(name: str) -> None:
     """Raise UsageError if a package that one of SCHEDULERS requires is missing."""
     if absent := missing(*requirements(name)):
         raise UsageError(
-            f"{name} needs {', '.join(absent)}, which is not installed", where=where, remedy=how_to_install(*absent)
+            f"{name} needs {', '.join(absent)}, which is not installed",
+            where="--scheduler",
+            remedy=how_to_install(*absent),
         )
 
 

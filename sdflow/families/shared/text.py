@@ -105,6 +105,12 @@ def _chunks(tokenizer: Any, text: str, reading: Reading) -> list[Chunk]:
     return [Chunk(tuple(ids), (1.0,) * len(ids))]
 
 
+def further_texts(given: str | Sequence[str] | None, first: Sequence[str]) -> list[str]:
+    """Texts for a further encoder: one for all, or one each, where an empty one stays so; None or empty: those of the
+    first, as in diffusers."""
+    return [given] * len(first) if given and isinstance(given, str) else list(given or first)
+
+
 def plain_texts(texts: Sequence[str], reading: Reading) -> list[str]:
     """The texts for an encoder without support for weights or chunks; text in other syntaxes is unescaped.
 

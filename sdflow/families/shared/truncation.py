@@ -37,9 +37,17 @@ def warn_of_truncation(
         report([f"a prompt has {len(ids)} tokens, but the {encoder} reads {length}: {what}. {remedy}".strip()])
 
 
-def ends_of_chats(chats: Sequence[str], texts: Sequence[str]) -> list[str]:
-    """Return the suffix that a chat template added to each text."""
-    return [chat.rpartition(text)[2] if text and text in chat else "" for chat, text in zip(chats, texts, strict=True)]
+def chats_of(tokenizer: Any, texts: Sequence[str], length: int, *, thinking: bool) -> list[str]:
+    """Return each text as a user message in Qwen3's chat template, warning of those with more tokens than `length`."""
+    chats = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True, enable_thinking=thinking
+        )
+        for text in texts
+    ]
+    ends = [chat.rpartition(text)[2] if text and text in chat else "" for chat, text in zip(chats, texts, strict=True)]
+    warn_of_truncation(tokenizer, chats, length, "text_encoder (Qwen3)", ends=ends)
+    return chats
 
 
 def text_of(tokenizer: Any, ids: Sequence[int], reading: Reading) -> str:

@@ -68,16 +68,8 @@ class StableDiffusion(OneClip):
         make = diffusers.StableDiffusionControlNetPipeline if nets else diffusers.StableDiffusionPipeline
         if "unet" in modules and self.task({"unet": modules["unet"].config}) == "inpaint":
             make = diffusers.StableDiffusionInpaintPipeline
-        pipeline = make(
-            **{name: modules.get(name) for name in ("vae", "text_encoder", "unet", "image_encoder")},
-            **({"controlnet": nets} if nets else {}),
-            tokenizer=companions["tokenizer"],
-            scheduler=companions["scheduler"],
-            safety_checker=modules.get("safety_checker"),
-            feature_extractor=companions.get("feature_extractor"),
-            requires_safety_checker="safety_checker" in modules,
-        )
-        return with_projections(pipeline)
+        more = {"image_encoder": modules.get("image_encoder"), **({"controlnet": nets} if nets else {})}
+        return with_projections(self.built(make, modules, companions, **more))
 
 
 FAMILY = StableDiffusion()

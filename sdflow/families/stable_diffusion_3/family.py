@@ -18,7 +18,14 @@ from sdflow.families.shared.noising import FLOW, Noising
 from sdflow.families.shared.part import CLIP_TOKENIZER, Companion, Layout, Part
 from sdflow.families.shared.reference_loras import split_kohya
 from sdflow.families.shared.request import Conditions, Request, Run
-from sdflow.families.shared.text import SECOND_PROMPTS, last_but_one, last_but_one_layer, plain_texts, text_ids
+from sdflow.families.shared.text import (
+    SECOND_PROMPTS,
+    further_texts,
+    last_but_one,
+    last_but_one_layer,
+    plain_texts,
+    text_ids,
+)
 from sdflow.families.shared.transformer import LAYOUT, denoiser_part, load_into_transformer
 from sdflow.families.shared.unet_and_vae import VAE, vae_fingerprint
 from sdflow.families.stable_diffusion_3.reference_loras import in_diffusers_names
@@ -186,7 +193,7 @@ class StableDiffusion3(Family):
         count = len(request.prompts)
 
         def texts(first: Sequence[str], names: Sequence[str]) -> list[list[str]]:
-            others = [_texts(more.get(name), first) for name in names]
+            others = [further_texts(more.get(name), first) for name in names]
             return [plain_texts(each, request.reading) for each in (list(first), *others)]
 
         wanted = texts(request.prompts, ("prompt_2", "prompt_3"))
@@ -251,10 +258,3 @@ class StableDiffusion3(Family):
 
 
 FAMILY = StableDiffusion3()
-
-
-def _texts(given: str | Sequence[str] | None, first: Sequence[str]) -> list[str]:
-    """Return one text per first text; missing ones default to the first's, as in diffusers."""
-    if not given:
-        return list(first)
-    return [given] * len(first) if isinstance(given, str) else list(given)

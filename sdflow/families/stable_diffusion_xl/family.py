@@ -14,7 +14,7 @@ from sdflow.families.shared.defaults import Defaults, Task
 from sdflow.families.shared.image_prompts import with_projections
 from sdflow.families.shared.part import Companion, Layout, Part
 from sdflow.families.shared.request import Conditions, Request, Run
-from sdflow.families.shared.text import SECOND_PROMPTS, encode, last_but_one, last_but_one_layer
+from sdflow.families.shared.text import SECOND_PROMPTS, encode, further_texts, last_but_one, last_but_one_layer
 from sdflow.families.shared.unet_and_vae import (
     CONTROLNET,
     IMAGE_ENCODER,
@@ -184,10 +184,9 @@ class _Texts:
     """Texts for both encoders."""
 
     def __init__(self, texts: Sequence[str], second: str | Sequence[str] | None) -> None:
-        """second: texts for the second encoder: one for all, or one each; None or empty: same as the first. An empty
-        text in a list is used as it is."""
+        """second: texts for the second encoder, as in `further_texts`."""
         self.first = list(texts)
-        self.second = [second] * len(texts) if second and isinstance(second, str) else list(second or texts)
+        self.second = further_texts(second, texts)
 
     def __add__(self, other: _Texts) -> _Texts:
         return _Texts([*self.first, *other.first], [*self.second, *other.second])

@@ -19,7 +19,7 @@ from sdflow.families.shared.part import Companion, Layout, Part
 from sdflow.families.shared.request import Conditions, Request, Run
 from sdflow.families.shared.text import plain_texts
 from sdflow.families.shared.transformer import LAYOUT, denoiser_part, load_into_transformer, sized_by_vae
-from sdflow.families.shared.truncation import ends_of_chats, warn_of_truncation
+from sdflow.families.shared.truncation import chats_of
 from sdflow.families.shared.unet_and_vae import VAE, vae_fingerprint
 from sdflow.families.z_image.reference_loras import in_diffusers_names
 from sdflow.families.z_image.traced import MULTIPLE, PATCH
@@ -185,14 +185,7 @@ def _tokens(tokenizer: Any, texts: Sequence[str], length: int) -> tuple[torch.Te
     and padded on the right to a multiple of 32."""
     import torch
 
-    asked = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True, enable_thinking=True
-        )
-        for text in texts
-    ]
-    warn_of_truncation(tokenizer, asked, length, "text_encoder (Qwen3)", ends=ends_of_chats(asked, texts))
-    found = tokenizer(asked, max_length=length, truncation=True)
+    found = tokenizer(chats_of(tokenizer, texts, length, thinking=True), max_length=length, truncation=True)
     if isinstance(found.input_ids, torch.Tensor):  # already padded inputs of a graph being exported
         return found.input_ids, found.attention_mask
     rows: list[list[int]] = found.input_ids

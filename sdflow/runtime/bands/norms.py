@@ -15,7 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import PassError
-from sdflow.onnx_model.nodes import attribute
+from sdflow.onnx_model.nodes import attribute, refill
 
 if TYPE_CHECKING:
     import torch
@@ -202,9 +202,7 @@ class _Edit:
         yield helper.make_node(op_type, inputs, [output], f"{output}/{op_type}", **attributes)
 
     def finish(self) -> None:
-        nodes = [new for node in self.graph.node for new in self.replaced.get(node.output[0], [node])]
-        del self.graph.node[:]
-        self.graph.node.extend(nodes)
+        refill(self.graph.node, (new for node in self.graph.node for new in self.replaced.get(node.output[0], [node])))
 
 
 def refused(node: Any, why: str) -> PassError:

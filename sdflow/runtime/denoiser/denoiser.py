@@ -268,12 +268,15 @@ class _PromptedRows:
 
     def of(self, inputs: DenoiserInputs) -> DenoiserInputs:
         if inputs not in self._made:
-            half = {
-                name: value[self._rows // 2 :] if len(value) == self._rows else value
-                for name, value in inputs.conditions.items()
-            }
-            self._made[inputs] = replace(inputs, conditions=half)
+            self._made[inputs] = of_prompts(inputs, self._rows)
         return self._made[inputs]
+
+
+def of_prompts(inputs: DenoiserInputs, rows: int) -> DenoiserInputs:
+    """Return inputs reduced to the prompts' rows, the second half. rows: batch size with guidance."""
+    conditions = inputs.conditions.items()
+    half = {name: value[rows // 2 :] if len(value) == rows else value for name, value in conditions}
+    return replace(inputs, conditions=half)
 
 
 def _put_context(sample: torch.Tensor, inputs: DenoiserInputs) -> None:

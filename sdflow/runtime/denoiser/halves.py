@@ -9,14 +9,19 @@ A captured CUDA graph belongs to the thread that captured it, so one thread runs
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from sdflow.errors import UsageError
-from sdflow.runtime.denoiser.denoiser import Denoiser, DenoiserInputs, PartlyGuidedDenoiser, SkippingDenoiser
+from sdflow.runtime.denoiser.denoiser import (
+    Denoiser,
+    DenoiserInputs,
+    PartlyGuidedDenoiser,
+    SkippingDenoiser,
+    of_prompts,
+)
 from sdflow.runtime.denoiser.denoisers import DenoiserRequest, Denoisers, DenoiserSource
 from sdflow.runtime.denoiser.schedule import Schedule
 from sdflow.runtime.sessions.place import Place
@@ -95,7 +100,7 @@ class HalvesDenoiser:
             }
             context = None if inputs.context is None else place.placed(inputs.context)
             self._made[inputs] = (
-                replace(inputs, conditions=_last(inputs.conditions, self._images, rows)),
+                of_prompts(inputs, rows),
                 DenoiserInputs(negative, self._schedule(inputs.schedule), context),
             )
         return self._made[inputs]
@@ -104,10 +109,6 @@ class HalvesDenoiser:
         if self._schedules is None or self._schedules[0] is not schedule:
             self._schedules = schedule, schedule.to(self._other.device)
         return self._schedules[1]
-
-
-def _last(conditions: Mapping[str, torch.Tensor], images: int, rows: int) -> dict[str, torch.Tensor]:
-    return {name: value[images:] if len(value) == rows else value for name, value in conditions.items()}
 
 
 class HalvedDenoisers(DenoiserSource):

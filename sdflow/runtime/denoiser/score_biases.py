@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from sdflow.onnx_model.nodes import copied
+from sdflow.onnx_model.nodes import copied, refill
 from sdflow.runtime.denoiser.split import Parts
 
 ATTENTION_BIAS = 5
@@ -59,12 +59,9 @@ def without_biases(parts: Parts, biases: Collection[str]) -> Parts:
         while made.input and not made.input[-1]:
             made.input.pop()
         nodes.append(made)
-    inputs = [copied(item) for item in graph.input if item.name not in biases]
-    inner = [copied(item) for item in graph.value_info if item.name not in same]
-    del graph.node[:], graph.input[:], graph.value_info[:]
-    graph.node.extend(nodes)
-    graph.input.extend(inputs)
-    graph.value_info.extend(inner)
+    refill(graph.node, nodes)
+    refill(graph.input, (item for item in graph.input if item.name not in biases))
+    refill(graph.value_info, (item for item in graph.value_info if item.name not in same))
     return replace(parts, step=step, text_values=tuple(name for name in parts.text_values if name not in biases))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sdflow.errors import UsageError
-from sdflow.onnx_model.nodes import copied
+from sdflow.onnx_model.nodes import copied, prune
 
 
 def without_blocks(model: Any, blocks: str, layers: Sequence[int], where: str) -> Any:
@@ -46,7 +46,7 @@ def without_blocks(model: Any, blocks: str, layers: Sequence[int], where: str) -
             while name in replaced:
                 name = replaced[name]
             node.input[place] = name
-    _prune(graph)
+    prune(graph)
     return made
 
 
@@ -84,21 +84,3 @@ def _ends(sums: Sequence[Any], begins: dict[str, str], origin: Any) -> list[str]
     """Return the last sums of the streams: those that no other sum of the block reads."""
     read = {origin(name) for node in sums for name in node.input}
     return [name for name in begins if name != begins[name] and name not in read]
-
-
-def _prune(graph: Any) -> None:
-    """Remove what no output needs. Nodes may be unsorted: 16-bit conversion appends its casts."""
-    producers = {name: node for node in graph.node for name in node.output if name}
-    wanted, coming = set[str](), [item.name for item in graph.output]
-    while coming:
-        name = coming.pop()
-        if name not in wanted:
-            wanted.add(name)
-            coming += producers[name].input if name in producers else ()
-    kept = [copied(node) for node in graph.node if wanted.intersection(node.output)]
-    initializers = [copied(tensor) for tensor in graph.initializer if tensor.name in wanted]
-    values = {name for node in kept for name in node.output}
-    infos = [copied(item) for item in graph.value_info if item.name in values]
-    for field, items in ((graph.node, kept), (graph.initializer, initializers), (graph.value_info, infos)):
-        del field[:]
-        field.extend(items)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import CheckpointError, UsageError
 from sdflow.families.shared.base import Family
-from sdflow.onnx_model.nodes import copied, in_order
+from sdflow.onnx_model.nodes import copied, in_order, refill
 from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.sources.embedding import Embedding, embeddings_in, read_embedding, split_word, vectors_for
 
@@ -160,9 +160,7 @@ def leave_out_layers(model: onnx.ModelProto, count: int, config: Mapping[str, An
     taking_over = copied(norm)
     for offset in range(2):
         taking_over.input[_NORMS[norm.op_type] + offset] = last.input[_NORMS[last.op_type] + offset]
-    del taking_over.output[:]
-    taking_over.output.append(last.output[0])
+    taking_over.output[:] = last.output[:1]
     taking_over.name, last.output[0] = "last_norm_of_fewer_layers", "last_norm_of_all_layers"
     nodes.insert(nodes.index(norm) + 1, taking_over)
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
+    refill(model.graph.node, nodes)

@@ -115,7 +115,7 @@ def folder_defaults(folder: Path) -> dict[Task, Defaults]:
     Raises UsageError if the denoiser or the scheduler's config is missing.
     """
     family = folder_family(folder)
-    configs = {name: submodel_config(folder, name) for name in (family.denoiser,)}
+    configs = {family.denoiser: submodel_config(folder, family.denoiser)}
     said = read_manifest(folder).origin.said if (folder / MANIFEST_FILE).exists() else {}
     scheduler = folder / SCHEDULER / family.companions[SCHEDULER].file
     return family.defaults_of(configs, _read_json(scheduler, finite=False), said)

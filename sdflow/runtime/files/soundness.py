@@ -6,7 +6,7 @@ where the build already recorded it; for standalone folders, in `user_folder("di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -50,10 +50,14 @@ def require_sound_pipeline(folder: Path, *, checker: bool = True) -> None:
 
     Raises UsageError if it is not a pipeline folder.
     """
-    for each in (folder, refiner_of(folder)):
-        if each is not None:
-            absent = None if checker else folder_family(each).checker
-            require_sound(each, read_manifest(each), [name for name in onnx_submodels(each) if name != absent])
+    require_sound_folders((folder, refiner_of(folder)), checker=checker)
+
+
+def require_sound_folders(folders: Iterable[Path | None], *, checker: bool) -> None:
+    """Verify these pipeline folders, without their own refiners. checker: include the safety checkers."""
+    for folder in filter(None, folders):
+        absent = None if checker else folder_family(folder).checker
+        require_sound(folder, read_manifest(folder), [name for name in onnx_submodels(folder) if name != absent])
 
 
 def _digest(path: Path, digest: Digest) -> str:

@@ -24,11 +24,10 @@ from typing import Any
 
 from sdflow.errors import SdflowError, TargetUnavailableError
 from sdflow.onnx_model.float8 import DOMAIN, reads_float8
-from sdflow.onnx_model.nodes import attribute, copied
+from sdflow.onnx_model.nodes import attribute, import_domain, refill
 from sdflow.runtime.kernels.hopper import FLOAT8_SINCE
 from sdflow.runtime.kernels.library import build
 from sdflow.runtime.kernels.parts import FLOAT8
-from sdflow.runtime.kernels.replace import VERSION
 
 WHERE = "cuda"
 NEEDS = "Use a float16 or float32 pipeline, built without QuantizeFp8."
@@ -100,11 +99,8 @@ def with_float8(model: Any, *, hopper: bool = False) -> Any:
             continue
         product = f"Float8Product{ending}", [*rows[source], *node.input[1:]], [name, f"{name}/workspace"], node.name
         made.append(onnx.helper.make_node(*product, domain=DOMAIN))
-    copies = [copied(node) for node in made]
-    del graph.node[:]
-    graph.node.extend(copies)
-    if DOMAIN not in {entry.domain for entry in result.opset_import}:
-        result.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
+    refill(graph.node, made)
+    import_domain(result, DOMAIN)
     return result
 
 

@@ -19,7 +19,7 @@ class GraphIndex:
 
     def __init__(self, graph: Any, known: Known) -> None:
         self.nodes = list(graph.node)
-        self._known: Known = {
+        self.known: dict[str, tuple[int, list[int]]] = {
             **{
                 item.name: (
                     item.type.tensor_type.elem_type,
@@ -39,12 +39,11 @@ class GraphIndex:
 
     def element(self, name: str) -> int:
         """Return the ONNX element type of a value, or 0 if unknown."""
-        element, _ = self._known.get(name, (0, []))
-        return element
+        return self.known.get(name, (0, []))[0]
 
     def shape(self, name: str) -> list[int]:
         """Return the shape of a value, empty if unknown."""
-        return self._known.get(name, (0, []))[1]
+        return self.known.get(name, (0, []))[1]
 
     def readers(self, name: str) -> list[int]:
         """Return the readers' indices, one per use; empty for graph outputs, which are read elsewhere."""

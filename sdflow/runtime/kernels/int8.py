@@ -19,10 +19,9 @@ from typing import Any
 from sdflow.errors import SdflowError, SlowerWarning, TargetUnavailableError
 from sdflow.onnx_model.float8 import DOMAIN
 from sdflow.onnx_model.int8 import reads_int8, rotation_of
-from sdflow.onnx_model.nodes import copied
+from sdflow.onnx_model.nodes import import_domain, refill
 from sdflow.runtime.kernels.library import build
 from sdflow.runtime.kernels.parts import INT8
-from sdflow.runtime.kernels.replace import VERSION
 
 LARGEST, SMALLEST_SCALE = 127.0, 2.0**-126
 
@@ -202,11 +201,6 @@ def _opset(model: Any) -> int:
 
 
 def _with_nodes(model: Any, nodes: list[Any]) -> Any:
-    import onnx
-
-    copies = [copied(node) for node in nodes]
-    del model.graph.node[:]
-    model.graph.node.extend(copies)
-    if DOMAIN not in {entry.domain for entry in model.opset_import}:
-        model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
+    refill(model.graph.node, nodes)
+    import_domain(model, DOMAIN)
     return model

@@ -8,7 +8,6 @@ from typing import Any
 
 from sdflow.machine.onnx_runtime import import_onnxruntime
 from sdflow.onnx_model.float8 import DOMAIN
-from sdflow.runtime.kernels.replace import VERSION
 
 _FLOAT = "/float"
 """Suffix of the float32 name of a bfloat16 value."""
@@ -64,7 +63,7 @@ def run_node(
     graph = helper.make_graph(
         nodes, operator, infos, [helper.make_tensor_value_info(name, *each) for name, each in wanted.items()]
     )
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, VERSION)]
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
     ort = import_onnxruntime()
     options = ort.SessionOptions()

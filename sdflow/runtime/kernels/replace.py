@@ -8,12 +8,12 @@ from collections.abc import Collection
 from typing import Any
 
 from sdflow.onnx_model.float8 import DOMAIN
-from sdflow.onnx_model.nodes import attributes
+from sdflow.onnx_model.nodes import attributes, import_domain
 from sdflow.onnx_model.phases import INTERLEAVE, Interleaving, interleavings
 from sdflow.runtime.kernels import rotary
+from sdflow.runtime.kernels.graph_index import Known
 from sdflow.runtime.kernels.transformers import with_transformer_kernels
 
-VERSION = 1
 VECTOR, MAX_GROUPS, MAX_CHANNELS = 8, 32, 4096
 """As in group_norm.cuh: channels per thread; maximum groups per block; one thread per eight channels."""
 MOST_ROWS = 65535
@@ -24,9 +24,6 @@ HEAD_SIZES = (40, 64, 80, 160)
 """Head sizes supported by few_keys_attention.c."""
 FEW_KEYS = 160
 """Maximum number of keys: with 231, a third text chunk, cuDNN's kernel was as fast on an H200."""
-
-_Known = dict[str, tuple[int, list[int]]]
-"""Value -> (element type, shape)."""
 
 
 def with_own_kernels(model: Any, *, hopper: bool = False, without: Collection[str] = ()) -> Any | None:
@@ -51,7 +48,7 @@ def with_own_kernels(model: Any, *, hopper: bool = False, without: Collection[st
         surrounded = onnx.ModelProto()
         surrounded.CopyFrom(model)
         rotary.replace(surrounded.graph, attentions)
-        _import_domain(surrounded)
+        import_domain(surrounded, DOMAIN)
         return with_own_kernels(surrounded, hopper=hopper, without=without) or surrounded
     between = with_transformer_kernels(model, known, without)
     model = model if between is None else between
@@ -77,19 +74,11 @@ def with_own_kernels(model: Any, *, hopper: bool = False, without: Collection[st
     _put_between(result.graph, apart, known)
     for product in products.values():
         result.graph.node.remove(product)
-    _import_domain(result)
+    import_domain(result, DOMAIN)
     return result
 
 
-def _import_domain(model: Any) -> None:
-    """Add sdflow's operator domain to the model's opset imports."""
-    import onnx
-
-    if DOMAIN not in {entry.domain for entry in model.opset_import}:
-        model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
-
-
-def _is_ours(node: Any, known: _Known, without: Collection[str]) -> bool:
+def _is_ours(node: Any, known: Known, without: Collection[str]) -> bool:
     if node.domain != "com.microsoft" or node.op_type not in _RULES:
         return False
     part, rule = _RULES[node.op_type]
@@ -97,7 +86,7 @@ def _is_ours(node: Any, known: _Known, without: Collection[str]) -> bool:
     return part not in without and bool(axes) and all(axes) and rule(node, known)
 
 
-def _is_gelu_ours(node: Any, known: _Known) -> bool:
+def _is_gelu_ours(node: Any, known: Known) -> bool:
     import onnx
 
     half = onnx.TensorProto.FLOAT16
@@ -107,7 +96,7 @@ def _is_gelu_ours(node: Any, known: _Known) -> bool:
     return known.get(node.input[1]) == (half, axes[-1:])
 
 
-def _is_group_norm_ours(node: Any, known: _Known) -> bool:
+def _is_group_norm_ours(node: Any, known: Known) -> bool:
     import onnx
 
     half, single = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT
@@ -128,7 +117,7 @@ def _is_group_norm_ours(node: Any, known: _Known) -> bool:
     return _are_groups_ours(node, row[0])
 
 
-def _products_of_gates(graph: Any, known: _Known, without: Collection[str]) -> dict[str, Any]:
+def _products_of_gates(graph: Any, known: Known, without: Collection[str]) -> dict[str, Any]:
     """Return value -> MatMul for values that only a replaced BiasSplitGelu reads and where Geglu is faster than
     both."""
     import onnx
@@ -158,10 +147,7 @@ def _is_geglu_quicker(x: list[int], weight: list[int]) -> bool:
 
 def _replace_product(node: Any, product: Any) -> None:
     """Replace the node by Geglu, which reads the product's inputs and the bias."""
-    inputs = [*product.input, node.input[1]]
-    node.op_type = "Geglu"
-    del node.input[:]
-    node.input.extend(inputs)
+    node.op_type, node.input[:] = "Geglu", [*product.input, node.input[1]]
 
 
 def _are_groups_ours(node: Any, channels: int) -> bool:
@@ -182,7 +168,7 @@ def _interleaves(element: int, shape: list[int]) -> bool:
     return unit is not None and shape[3] % (4 * unit) == 0 and all(shape) and max(shape[:2]) <= MOST_ROWS
 
 
-def _put_between(graph: Any, apart: list[Interleaving], known: _Known) -> None:
+def _put_between(graph: Any, apart: list[Interleaving], known: Known) -> None:
     import onnx
 
     for each in apart:
@@ -194,7 +180,7 @@ def _put_between(graph: Any, apart: list[Interleaving], known: _Known) -> None:
         del graph.node[place]
 
 
-def _is_attention_ours(node: Any, known: _Known) -> bool:
+def _is_attention_ours(node: Any, known: Known) -> bool:
     """Whether the kernel supports the attention. Query, key and value are (B, S, heads x size) each; key and value, or
     all three, may be packed as (B, S, heads, 2 or 3, size)."""
     import onnx
@@ -217,7 +203,7 @@ def _is_attention_ours(node: Any, known: _Known) -> bool:
     return shapes == wanted and 0 < keys <= FEW_KEYS
 
 
-def _head_size(node: Any, known: _Known) -> int:
+def _head_size(node: Any, known: Known) -> int:
     axes = known[node.input[0]][1]
     return axes[4] if len(axes) == 5 else axes[-1] // int(attributes(node)["num_heads"])
 
@@ -230,7 +216,7 @@ _RULES = {
 }
 
 
-def _replace_attention(node: Any, known: _Known) -> None:
+def _replace_attention(node: Any, known: Known) -> None:
     import onnx
 
     settings = attributes(node)
@@ -247,12 +233,8 @@ def _replace_group_norm(node: Any, element: int) -> None:
     """Replace the node; its outputs become y, the kernel's scratch memory and, if used, the sum."""
     import onnx
 
-    kept = [name for name in node.output[1:] if name]
-    scratch = f"{node.output[0]}_sums"
+    node.output[:] = [node.output[0], f"{node.output[0]}_sums", *filter(None, node.output[1:])]
     node.op_type = "GroupNorm" if element == onnx.TensorProto.FLOAT16 else "GroupNormSingle"
-    outputs = [node.output[0], scratch, *kept]
-    del node.output[:]
-    node.output.extend(outputs)
     epsilon = [item for item in node.attribute if item.name == "epsilon"]
     if not epsilon:
         node.attribute.add(name="epsilon", type=1, f=1e-5)

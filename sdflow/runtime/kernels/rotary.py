@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sdflow.onnx_model.float8 import DOMAIN
-from sdflow.onnx_model.nodes import attribute
-from sdflow.runtime.kernels.rotary_graph import BY_HEAD, BY_TOKEN, FLAT, Heads, Known, Reader, Stream
+from sdflow.onnx_model.nodes import attribute, refill
+from sdflow.runtime.kernels.graph_index import Known
+from sdflow.runtime.kernels.rotary_graph import BY_HEAD, BY_TOKEN, FLAT, Heads, Reader, Stream
 
 VECTOR, SIZES = 8, (8, 16, 32, 64, 128, 256)
 """As in rotary_qkv.c: channels per thread; supported head sizes."""
@@ -87,9 +88,7 @@ def replace(graph: Any, found: list[Replacement]) -> None:
             node.input[place] = name
         nodes.append(node)
     kept = _without_unread(nodes, left, {item.name for item in graph.output})
-    kept = [type(node).FromString(node.SerializeToString()) for node in kept]
-    del graph.node[:]
-    graph.node.extend(kept)
+    refill(graph.node, kept)
     graph.value_info.extend(value for each in found for value in each.values)
 
 
@@ -132,28 +131,28 @@ def _of_softmax(node: Any, reader: Reader) -> Replacement | None:
     """Return RotaryQkv and a MultiHeadAttention for an unfused attention, which avoids storing scores in memory."""
     import onnx
 
-    ends = [reader.only_reader(node.output[0], "MatMul")]
+    ends = [reader.read_by(node.output[0], "MatMul")]
     for op_type in ("Transpose", "Reshape"):
-        ends.append(ends[-1] and reader.only_reader(ends[-1].output[0], op_type))
+        ends.append(ends[-1] and reader.read_by(ends[-1].output[0], op_type))
     product, transposed, folded = ends
     if folded is None or product.input[0] != node.output[0] or attribute(transposed, "perm", ()) != [0, 2, 1, 3]:
         return None
     shape, scores, bias = reader.shape(node.output[0]), node.input[0], ""
     if len(shape) != 4 or attribute(node, "axis", -1) not in (-1, 3):
         return None
-    if added := reader.maker(scores, "Add"):
-        scores, bias = added.input if reader.maker(added.input[0], "MatMul", "Mul", "Div") else reversed(added.input)
+    if added := reader.made_by(scores, "Add"):
+        scores, bias = added.input if reader.made_by(added.input[0], "MatMul", "Mul", "Div") else reversed(added.input)
         axes = zip(reader.shape(bias)[:2], shape[:2], strict=False)
         if len(reader.shape(bias)) != 4 or any(axis not in (1, full) for axis, full in axes):
             return None
-        if reader.shape(bias)[2:] != shape[2:] or reader.known[bias][0] != reader.known[product.input[1]][0]:
+        if reader.shape(bias)[2:] != shape[2:] or reader.element(bias) != reader.element(product.input[1]):
             return None
     scores, scale = reader.scaled(scores)
-    squares = reader.maker(scores, "MatMul")
+    squares = reader.made_by(scores, "MatMul")
     if squares is None:
         return None
     (query, of_query), (key, of_key) = (reader.scaled(name) for name in squares.input)
-    turned = reader.maker(key, "Transpose")
+    turned = reader.made_by(key, "Transpose")
     order = turned and {(0, 2, 3, 1): BY_TOKEN, (0, 1, 3, 2): BY_HEAD}.get(tuple(attribute(turned, "perm", ())))
     if not order or len(reader.shape(query)) != 4:
         return None
@@ -202,7 +201,7 @@ def _heads_of(attention: _Attention, name: str, reader: Reader) -> _Found | None
         reads[2] = only.product  # unchanged
         heads = heads[:2]
     outputs = reads[: len(heads)]
-    element, (images, _) = reader.known[only.product][0], reader.shape(only.product)[:2]
+    element, (images, _) = reader.element(only.product), reader.shape(only.product)[:2]
     tokens = sum(reader.shape(stream.product)[1] for stream in value.streams)
     values = [onnx.helper.make_tensor_value_info(each, element, [images, tokens, count * size]) for each in outputs]
     return _Found(_qkv_node(name, heads, outputs, count, size, reader), tuple(reads), tuple(values))
@@ -224,9 +223,7 @@ def _fit(heads: tuple[Heads, Heads, Heads], reader: Reader) -> bool:
             return False
     if len({stream.epsilon for each in heads for stream in each.streams if stream.weight}) > 1:
         return False
-    return (
-        len({reader.known.get(name, (0, []))[0] for name in _names(heads)}) == 1 and _type_of(heads, reader) is not None
-    )
+    return len({reader.element(name) for name in _names(heads)}) == 1 and _type_of(heads, reader) is not None
 
 
 def _names(heads: tuple[Heads, ...]) -> list[str]:
@@ -239,7 +236,7 @@ def _names(heads: tuple[Heads, ...]) -> list[str]:
 
 def _type_of(heads: tuple[Heads, ...], reader: Reader) -> str | None:
     """Return the operator's name suffix for the heads' type."""
-    return _ending(reader.known[heads[0].streams[0].product][0])
+    return _ending(reader.element(heads[0].streams[0].product))
 
 
 def _ending(element: int) -> str | None:

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sdflow.onnx_model.nodes import attribute
-
-Known = dict[str, tuple[int, list[int]]]
-"""Value -> (element type, shape)."""
+from sdflow.runtime.kernels.graph_index import GraphIndex, Known
 
 FLAT, BY_TOKEN, BY_HEAD = "(B, S, N H)", "(B, S, N, H)", "(B, N, S, H)"
 """Layouts of heads in a tensor."""
@@ -37,54 +35,38 @@ class Heads:
     tables: tuple[str, ...] = ()
 
 
-class Reader:
+class Reader(GraphIndex):
     """A graph with lookups of how its values are computed."""
 
     def __init__(self, graph: Any, known: Known) -> None:
-        self.known = known | {
-            item.name: (item.type.tensor_type.elem_type, [axis.dim_value for axis in item.type.tensor_type.shape.dim])
-            for item in graph.output
-        }
-        self.made = {name: node for node in graph.node for name in node.output if name}
+        super().__init__(graph, known)
         self.unsigned: dict[str, list[Any]] = {}
         """Name of a table to add to the graph -> the nodes that compute it."""
-        self._readers: dict[str, list[Any]] = {item.name: [None] for item in graph.output}
-        for node in graph.node:
-            for name in node.input:
-                self._readers.setdefault(name, []).append(node)
-        self._constants = {tensor.name: tensor for tensor in graph.initializer}
-        for node in graph.node:
+        for node in self.nodes:
             if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
                 self._constants[node.output[0]] = node.attribute[0].t
 
-    def shape(self, name: str) -> list[int]:
-        """Return a value's shape, empty if unknown."""
-        shape: list[int] = self.known.get(name, (0, []))[1]
-        return shape
-
-    def maker(self, name: str, *op_types: str) -> Any:
+    def made_by(self, name: str, *op_types: str) -> Any:
         """Return the producer of a value if it is one of these standard operators, otherwise None."""
-        node = self.made.get(name)
-        return node if node is not None and node.domain in ("", "ai.onnx") and node.op_type in op_types else None
+        place = self.maker(name, *op_types)
+        return None if place is None else self.nodes[place]
 
-    def only_reader(self, name: str, op_type: str) -> Any:
+    def read_by(self, name: str, op_type: str) -> Any:
         """Return the only reader of a value if it is this standard operator, otherwise None."""
-        node, *others = self._readers.get(name, [None])
-        if node is None or others or node.domain not in ("", "ai.onnx") or node.op_type != op_type:
-            return None
-        return node
+        place = self.only_reader(name)
+        return self.nodes[place] if place is not None and self.is_plain(place, op_type) else None
 
     def scaled(self, name: str) -> tuple[str, float]:
         """Return the value that this one is a multiple of, and the factor."""
-        if (node := self.maker(name, "Mul", "Div")) is None:
+        if (node := self.made_by(name, "Mul", "Div")) is None:
             return name, 1.0
         for value, other in (node.input, reversed(node.input)):
-            factor = self.constant(other)
+            factor = self.numbers(other)
             if factor is not None and len(factor) == 1 and (node.op_type == "Mul" or other == node.input[1]):
                 return value, float(factor[0] if node.op_type == "Mul" else 1 / factor[0])
         return name, 1.0
 
-    def constant(self, name: str) -> list[Any] | None:
+    def numbers(self, name: str) -> list[Any] | None:
         """Return the values of a small constant, or None."""
         from onnx import numpy_helper
 
@@ -96,31 +78,10 @@ class Reader:
             for each in numpy_helper.to_array(tensor).flatten()
         ]
 
-    def columns(self, name: str) -> tuple[str, int]:
-        """Return the value of which this one is a range of columns, and the first column."""
-        column = 0
-        while node := self.maker(name, "Split", "Slice"):
-            rank = len(self.shape(node.input[0]))
-            if node.op_type == "Split":
-                if attribute(node, "axis", 0) not in (-1, rank - 1):
-                    break
-                before = list(node.output)[: list(node.output).index(name)]
-                widths = [self.shape(other)[-1:] for other in before]
-                if not all(widths):
-                    break
-                column += sum(width for (width,) in widths)
-            else:
-                window = self.window(node)
-                if window is None or window[0] != rank - 1 or window[2] != 1:
-                    break
-                column += window[1]
-            name = node.input[0]
-        return name, column
-
     def window(self, node: Any) -> tuple[int, int, int] | None:
         """Return axis, start and step of a Slice along one axis, or None."""
         shape = self.shape(node.input[0])
-        found = [self.constant(name) for name in node.input[1:]]
+        found = [self.numbers(name) for name in node.input[1:]]
         if len(found) < 3 or any(each is None or len(each) != 1 for each in found) or not shape:
             return None
         starts, _, axes, *steps = [int(each[0]) for each in found if each]
@@ -136,7 +97,7 @@ class Reader:
             name, tables = rotation
             name, order = self._unfolded(name, order, count, size)
         parts = [name]
-        if node := self.maker(name, "Concat"):
+        if node := self.made_by(name, "Concat"):
             if attribute(node, "axis", 0) % len(self.shape(name) or [0]) != TOKENS[order] or len(node.input) != 2:
                 return None
             parts = list(node.input)
@@ -146,7 +107,7 @@ class Reader:
 
     def _unfolded(self, name: str, order: str, count: int, size: int) -> tuple[str, str]:
         """Look through reshapes and transposes; return the original value and its layout."""
-        while node := self.maker(name, "Reshape", "Transpose"):
+        while node := self.made_by(name, "Reshape", "Transpose"):
             before, shape = self.shape(node.input[0]), self.shape(name)
             if node.op_type == "Transpose":
                 if order == FLAT or attribute(node, "perm", ()) != [0, 2, 1, 3]:
@@ -164,7 +125,7 @@ class Reader:
     def _stream(self, name: str, order: str, count: int, size: int) -> Stream | None:
         name, order = self._unfolded(name, order, count, size)
         weight, epsilon = "", 0.0
-        if node := self.maker(name, "SimplifiedLayerNormalization"):
+        if node := self.made_by(name, "SimplifiedLayerNormalization"):
             if order == FLAT or attribute(node, "axis", -1) not in (-1, 3) or self.shape(node.input[1]) != [size]:
                 return None
             weight, epsilon = node.input[1], attribute(node, "epsilon", 1e-5)
@@ -172,13 +133,13 @@ class Reader:
         if order != FLAT:
             return None
         bias = ""
-        if node := self.maker(name, "Add"):
+        if node := self.made_by(name, "Add"):
             for value, other in (node.input, reversed(node.input)):
                 if self.shape(other) == [count * size] and self.shape(value) == self.shape(name):
                     name, bias = value, other
                     break
         rows = self.shape(name)[:2]
-        product, column = self.columns(name)
+        product, column = self.part(name)
         if len(self.shape(product)) != 3 or self.shape(product)[:2] != rows:
             return None
         return Stream(product, column, bias, weight, epsilon)
@@ -186,11 +147,11 @@ class Reader:
     def _rotation(self, name: str, order: str) -> tuple[str, tuple[str, str]] | None:
         """Match x cosine + crossed(x) sine; return x and the tables. FLUX.1's graph swaps pairs instead of crossing
         them; its sine table contains the signs."""
-        node = self.maker(name, "Add")
+        node = self.made_by(name, "Add")
         if node is None:
             return None
         for plain, turned in (node.input, reversed(node.input)):
-            first, second = self.maker(plain, "Mul"), self.maker(turned, "Mul")
+            first, second = self.made_by(plain, "Mul"), self.made_by(turned, "Mul")
             if first is None or second is None:
                 continue
             for crossed, sine in (second.input, reversed(second.input)):
@@ -214,14 +175,14 @@ class Reader:
 
     def _root(self, name: str) -> str:
         """Return a table before axes of size 1 were added."""
-        while (node := self.maker(name, "Unsqueeze", "Squeeze", "Reshape")) and self.shape(node.input[0]):
+        while (node := self.made_by(name, "Unsqueeze", "Squeeze", "Reshape")) and self.shape(node.input[0]):
             name = node.input[0]
         return name
 
     def _crossed(self, name: str) -> str | None:
         """Return x if this is (-x1, x0, -x3, x2, ...), otherwise None."""
-        folded = self.maker(name, "Reshape")
-        pairs = folded and self.maker(folded.input[0], "Concat")
+        folded = self.made_by(name, "Reshape")
+        pairs = folded and self.made_by(folded.input[0], "Concat")
         if not pairs or len(pairs.input) != 2 or self.shape(folded.input[0])[-1:] != [2]:
             return None
         if attribute(pairs, "axis", 0) not in (-1, len(self.shape(folded.input[0])) - 1):
@@ -234,17 +195,13 @@ class Reader:
 
     def _swapped(self, name: str) -> str | None:
         """Return x if this is (x1, x0, x3, x2, ...), otherwise None."""
-        from onnx import numpy_helper
-
-        node = self.maker(name, "Gather")
+        node = self.made_by(name, "Gather")
         if node is None or attribute(node, "axis", 0) not in (-1, len(self.shape(name)) - 1):
             return None
-        tensor, size = self._constants.get(node.input[1]), self.shape(name)[-1]
-        if tensor is None or tensor.external_data or list(tensor.dims) != [size]:
+        order, x = self.constant(node.input[1]), str(node.input[0])
+        if order is None or order.tolist() != [channel ^ 1 for channel in range(self.shape(name)[-1])]:
             return None
-        x: str = node.input[0]
-        swapped = [channel ^ 1 for channel in range(size)]
-        return x if numpy_helper.to_array(tensor).tolist() == swapped and self.shape(x) == self.shape(name) else None
+        return x if self.shape(x) == self.shape(name) else None
 
     def _unsigned(self, sine: str) -> str:
         """Return the sine table for crossed pairs from one for swapped pairs: negating every other channel is exact."""
@@ -262,14 +219,14 @@ class Reader:
     def _every_other(self, name: str) -> tuple[str, int, bool] | None:
         """Return x, 0 for its even or 1 for its odd channels, and whether they are negated; or None."""
         negated = False
-        while node := self.maker(name, "Unsqueeze", "Squeeze", "Neg"):
+        while node := self.made_by(name, "Unsqueeze", "Squeeze", "Neg"):
             before, after = self.shape(node.input[0]), self.shape(name)
             if node.op_type == "Neg":
                 negated = not negated
             elif after != [*before, 1] and before != [*after, 1]:
                 return None
             name = node.input[0]
-        node = self.maker(name, "Split", "Slice", "Gather")
+        node = self.made_by(name, "Split", "Slice", "Gather")
         if node is None:
             return None
         rank = len(self.shape(node.input[0]))
@@ -279,12 +236,12 @@ class Reader:
             if window is None or window[0] != rank - 1 or window[2] != 2 or self.shape(name)[-1] != whole:
                 return None
             return node.input[0], window[1], negated
-        folded = self.maker(node.input[0], "Reshape")
+        folded = self.made_by(node.input[0], "Reshape")
         if folded is None or self.shape(node.input[0])[-1] != 2 or attribute(node, "axis", 0) not in (-1, rank - 1):
             return None
         if node.op_type == "Split":
             which = list(node.output).index(name) if len(node.output) == 2 else -1
         else:
-            index = self.constant(node.input[1]) or [-1]
+            index = self.numbers(node.input[1]) or [-1]
             which = int(index[0]) % 2 if len(index) == 1 else -1
         return (folded.input[0], which, negated) if which >= 0 else None

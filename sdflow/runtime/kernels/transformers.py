@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from sdflow.onnx_model.float8 import DOMAIN
-from sdflow.onnx_model.nodes import attribute, copied, in_order
+from sdflow.onnx_model.nodes import attribute, copied, in_order, needed, refill
 from sdflow.runtime.kernels.activations import activation_operators
 from sdflow.runtime.kernels.graph_index import GraphIndex, Known
 from sdflow.runtime.kernels.parts import PART_OF
@@ -33,17 +33,14 @@ def with_transformer_kernels(model: Any, known: Known, without: Collection[str] 
     graph = result.graph
     nodes = _with(graph.node, found)
     results = [item.name for item in graph.output]
-    nodes = _read(nodes, results)
+    nodes = needed(nodes, results)
     nodes, constants = _without_unread_parts(nodes, index, results)
     nodes = with_float8_results(nodes, known, results)
     values = {name for node in nodes for name in node.output}
     read = {name for node in nodes for name in node.input} | set(results)
-    kept = [copied(item) for item in graph.value_info if item.name in values]
-    tensors = [copied(tensor) for tensor in graph.initializer if tensor.name in read]
-    del graph.node[:], graph.value_info[:], graph.initializer[:]
-    graph.node.extend(nodes)
-    graph.value_info.extend(kept)
-    graph.initializer.extend([*tensors, *constants])
+    refill(graph.node, nodes)
+    refill(graph.value_info, (item for item in graph.value_info if item.name in values))
+    refill(graph.initializer, [*(tensor for tensor in graph.initializer if tensor.name in read), *constants])
     return result
 
 
@@ -69,16 +66,6 @@ def _with(nodes: Iterable[Any], found: list[Fused]) -> list[Any]:
         elif place not in gone:
             made.append(copied(node))
     return in_order(made)
-
-
-def _read(nodes: list[Any], results: Iterable[str]) -> list[Any]:
-    """Return the nodes that the results depend on."""
-    wanted, kept = set(results), []
-    for node in reversed(nodes):
-        if wanted.intersection(node.output):
-            wanted.update(node.input)
-            kept.append(node)
-    return kept[::-1]
 
 
 def _without_unread_parts(nodes: list[Any], index: GraphIndex, results: Iterable[str]) -> tuple[list[Any], list[Any]]:
@@ -158,10 +145,9 @@ def _kind(node: Any) -> str:
 
 def _joined(node: Any, kind: str, rows: Sequence[Any]) -> Any:
     """Return a norm or activation that outputs float8 rows."""
-    joined = type(node).FromString(node.SerializeToString())
+    joined = copied(node)
     joined.op_type = f"Float8{node.op_type}"
     first, *others = (list(each.output) for each in rows)
     kept = list(node.output[1:2]) if kind == "GatedResidualNorm" else []
-    del joined.output[:]
-    joined.output.extend([*first, *kept, *(name for other in others for name in other)])
+    joined.output[:] = [*first, *kept, *(name for other in others for name in other)]
     return joined

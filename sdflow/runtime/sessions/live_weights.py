@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from sdflow.onnx_model.facts import dtype_name, tensor_bytes
 from sdflow.onnx_model.files import data_span, is_external
-from sdflow.onnx_model.nodes import attributes, copied
+from sdflow.onnx_model.nodes import attributes, refill
 from sdflow.runtime.sessions.session import read_graph
 
 if TYPE_CHECKING:
@@ -40,11 +40,9 @@ class LiveWeights:
         from onnx import ModelProto, helper
 
         live = [tensor for tensor in graph.graph.initializer if tensor.name in self._slots]
-        others = [copied(tensor) for tensor in graph.graph.initializer if tensor.name not in self._slots]
         opened = ModelProto()
         opened.CopyFrom(graph)
-        del opened.graph.initializer[:]
-        opened.graph.initializer.extend(others)
+        refill(opened.graph.initializer, (t for t in graph.graph.initializer if t.name not in self._slots))
         matrices = _as_products(opened, {tensor.name: tuple(tensor.dims) for tensor in live})
         slots = {
             tensor.name: self._slots[tensor.name].view(matrices.get(tensor.name, tuple(tensor.dims))) for tensor in live
@@ -87,9 +85,7 @@ def _as_products(model: onnx.ModelProto, live: Mapping[str, tuple[int, ...]]) ->
         )
         if bias:
             nodes.append(helper.make_node("Add", [product, bias[0]], [node.output[0]], f"{node.name}/Add"))
-    kept = [copied(node) for node in nodes]
-    del model.graph.node[:]
-    model.graph.node.extend(kept)
+    refill(model.graph.node, nodes)
     return shapes
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
 from typing import TYPE_CHECKING, Any
 
 from sdflow.targets import CPU_PROVIDER
@@ -34,7 +34,7 @@ def shape_nodes(graph: Any) -> list[Any]:
     constants, or initializers of at most 100 elements. This is the rule of ONNX Runtime's GetCpuPreferredNodes without
     its allowance for graph inputs, which are data: nodes that ONNX Runtime moves beyond it count as fallen.
     """
-    known = {tensor.name for tensor in graph.initializer if _elements(tensor.dims) <= SMALL_INITIALIZER}
+    known = {tensor.name for tensor in graph.initializer if math.prod(tensor.dims) <= SMALL_INITIALIZER}
     from_shapes: set[str] = set()
     found = []
     for node in graph.node:  # in topological order, as ONNX requires
@@ -47,10 +47,3 @@ def shape_nodes(graph: Any) -> list[Any]:
             from_shapes.update(node.output)
             found.append(node)
     return found
-
-
-def _elements(dims: Iterable[Any]) -> int:
-    count = 1
-    for size in dims:
-        count *= int(size)
-    return count

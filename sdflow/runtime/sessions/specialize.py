@@ -6,13 +6,14 @@ shape, so a CUDA graph can capture it. The artifact on disk is unchanged; its we
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from sdflow.errors import PassError
 from sdflow.onnx_model.float8 import FLOAT8_MATMUL
 from sdflow.onnx_model.int8 import INT8_MATMUL
-from sdflow.onnx_model.nodes import attribute, copied, in_order
+from sdflow.onnx_model.nodes import attribute, in_order, needed, refill
 
 FOLDED_ELEMENTS = 1 << 14
 """Larger values stay in the graph: only shapes, masks and indices are folded."""
@@ -39,9 +40,7 @@ def specialize(model: Any, sizes: Mapping[str, int], outputs: Collection[str] | 
     if outputs is not None:
         if missing := sorted(set(outputs) - {item.name for item in graph.output}):
             raise PassError(f"the model has no output {missing[0]!r}", where="specialize")
-        kept = [copied(item) for item in graph.output if item.name in outputs]
-        del graph.output[:]
-        graph.output.extend(kept)
+        refill(graph.output, (item for item in graph.output if item.name in outputs))
     for item in graph.input:
         for axis in item.type.tensor_type.shape.dim:
             if not axis.HasField("dim_value"):
@@ -106,17 +105,17 @@ class _Folding:
                 self.known[name] = value
                 data_type = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
                 self.types[name] = onnx.helper.make_tensor_type_proto(data_type, value.shape)
-        nodes = self._wanted(kept)
-        read = {name for node in nodes for name in node.input} | {item.name for item in self.graph.output}
+        outputs = {item.name for item in self.graph.output}
+        nodes = needed(kept, outputs)
+        read = outputs | {name for node in nodes for name in node.input}
         for name in sorted(read.intersection(self.known) - initializers):
             self.graph.initializer.append(onnx.numpy_helper.from_array(self.known[name], name))
-        tensors = [copied(tensor) for tensor in self.graph.initializer if tensor.name in read]
-        del self.graph.node[:], self.graph.initializer[:], self.graph.value_info[:]
-        self.graph.node.extend(nodes)
-        self.graph.initializer.extend(tensors)
+        refill(self.graph.node, nodes)
+        refill(self.graph.initializer, (tensor for tensor in self.graph.initializer if tensor.name in read))
+        del self.graph.value_info[:]
         for item in self.graph.output:
             item.type.CopyFrom(self.types[item.name])
-        inner = (name for node in nodes for name in node.output if name)
+        inner = (name for node in self.graph.node for name in node.output if name)
         for name in inner:
             if name not in outputs:
                 self.graph.value_info.add(name=name).type.CopyFrom(self.types[name])
@@ -145,16 +144,6 @@ class _Folding:
         in_turn = [part[2] for part in parts] == places[:-1]
         return whole if in_turn and self._shape(whole) == shape else None
 
-    def _wanted(self, kept: Sequence[Any]) -> list[Any]:
-        """Return copies of the nodes that the outputs depend on."""
-        wanted = {item.name for item in self.graph.output}
-        nodes = []
-        for node in reversed(kept):
-            if wanted.intersection(node.output):
-                wanted.update(node.input)
-                nodes.append(copied(node))
-        return nodes[::-1]
-
     def _computed(self, node: Any) -> dict[str, Any] | None:
         """Return the values of a node's outputs, or None if they depend on data or are large."""
         import numpy as np
@@ -172,7 +161,7 @@ class _Folding:
             return None
         feeds = {name: self.known[name] for name in node.input if name}
         self._infer(node)
-        if any(_elements(self._shape(name)) > FOLDED_ELEMENTS for name in node.output if name):
+        if any(math.prod(self._shape(name)) > FOLDED_ELEMENTS for name in node.output if name):
             return None
         results = ReferenceEvaluator(node).run(None, feeds)
         return {name: np.asarray(value) for name, value in zip(node.output, results, strict=False) if name}
@@ -216,13 +205,6 @@ class _Folding:
                 schema, node, types, data, opset_imports=opsets, ir_version=self.model.ir_version
             )
         )
-
-
-def _elements(shape: _Shape) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
 
 
 def _is_static(value: Any) -> bool:

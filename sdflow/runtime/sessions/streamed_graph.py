@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import PassError
 from sdflow.onnx_model.float8 import DOMAIN
-from sdflow.onnx_model.nodes import attribute, copied, first_output, in_order
+from sdflow.onnx_model.nodes import attribute, first_output, import_domain, in_order, refill
 from sdflow.runtime.sessions.specialize import TYPED_BY
 
 if TYPE_CHECKING:
@@ -124,13 +124,9 @@ def with_streaming(
         following = copies(segments[number].placed) if number < len(segments) else ()
         made.append(stream.node(waits=number > 0, copies=list(following), delay=delay))
         graph.value_info.extend(helper.make_tensor_value_info(name, kind, None) for name, kind in stream.outputs())
-    ordered = [copied(node) for node in in_order([*made, *nodes])]
-    kept = [copied(tensor) for tensor in graph.initializer if tensor.name not in sizes]
-    del graph.node[:], graph.initializer[:]
-    graph.node.extend(ordered)
-    graph.initializer.extend(kept)
-    if DOMAIN not in {entry.domain for entry in result.opset_import}:
-        result.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+    refill(graph.node, in_order([*made, *nodes]))
+    refill(graph.initializer, (tensor for tensor in graph.initializer if tensor.name not in sizes))
+    import_domain(result, DOMAIN)
     return result, placed
 
 

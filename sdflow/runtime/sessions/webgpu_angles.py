@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from sdflow.onnx_model.nodes import refill
+
 TURNS = {"Sin": 0.0, "Cos": 0.25}
 """Operator -> fraction of a turn that is added to the angle: cos(x) is sin(x + a quarter turn)."""
 TERMS = 7
@@ -36,8 +38,7 @@ def with_right_angles(model: Any) -> None:
             nodes.append(node)
         elif node.input[0] in together:
             nodes += _chain(graph, together.pop(node.input[0]), types.get(node.input[0]))
-    del graph.node[:]
-    graph.node.extend(nodes)
+    refill(graph.node, nodes)
 
 
 def _chain(graph: Any, nodes: Sequence[Any], kind: int | None) -> list[Any]:

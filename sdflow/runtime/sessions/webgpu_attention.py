@@ -18,13 +18,15 @@ from typing import Any
 from sdflow.errors import SlowerWarning, VerificationError
 from sdflow.machine.onnx_runtime import onnxruntime_errors
 from sdflow.machine.webgpu import adapter_failure
-from sdflow.onnx_model.nodes import attributes
+from sdflow.onnx_model.nodes import attributes, refill
 from sdflow.runtime.sessions.cannot_run import cannot_run
 from sdflow.targets import WEBGPU_PROVIDER, Target
 
 FUSED = ("Attention", "MultiHeadAttention")
 CONTRIB = "com.microsoft"
 TOLERANCE = 1e-3
+PROBE_SIZES = {"rows": 64, "keys": 40, "heads": 2, "size": 8}
+"""Of a probe; size: of a head."""
 
 _verdicts: list[bool] = []
 _trying = threading.Lock()
@@ -37,7 +39,7 @@ def with_right_attention(model: Any, ort: Any, target: Target, devices: list[Any
 
     Raises TargetUnavailableError if there is no adapter, VerificationError for unsupported forms of attention.
     """
-    if not any(_is_fused(node) for node in model.graph.node) or _is_right(ort, target, devices):
+    if not has_fused_attention(model) or _is_right(ort, target, devices):
         return
     warnings.warn(
         f"{target.name}: this adapter computes fused attention wrongly; it runs as products and a softmax",
@@ -60,28 +62,39 @@ def _is_right(ort: Any, target: Target, devices: list[Any]) -> bool:
 
 def _try(ort: Any, devices: list[Any]) -> bool:
     import numpy as np
-    from onnx import TensorProto, helper
 
-    rows, keys, heads, size = 64, 40, 2, 8
+    rows, keys, heads, size = PROBE_SIZES.values()
     generator = np.random.default_rng(0)
     values = {
         name: generator.standard_normal((1, count, heads * size)).astype(np.float32)
         for name, count in (("q", rows), ("k", keys), ("v", keys))
     }
-    infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, value.shape) for name, value in values.items()]
-    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, values["q"].shape)
-    node = helper.make_node("MultiHeadAttention", list(values), ["y"], domain=CONTRIB, num_heads=heads)
-    graph = helper.make_graph([node], "attention", infos, [result])
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(CONTRIB, 1)]
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.add_provider_for_devices(devices[:1], {})
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=8).SerializeToString()
-    (found,) = ort.InferenceSession(model, options, enable_fallback=0).run(None, values)
+    (found,) = ort.InferenceSession(attention_probe(), options, enable_fallback=0).run(None, values)
     q, k, v = (value[0].reshape(-1, heads, size).transpose(1, 0, 2).astype(np.float64) for value in values.values())
     scores = np.exp(q @ k.transpose(0, 2, 1) / math.sqrt(size))
     wanted = (scores / scores.sum(-1, keepdims=True) @ v).transpose(1, 0, 2).reshape(1, rows, heads * size)
     return bool(np.abs(found - wanted).max() < TOLERANCE)
+
+
+def attention_probe() -> bytes:
+    """A model of one fused attention, which tests whether a device computes it correctly: q (1, rows, width), k and v
+    (1, keys, width) -> attention (1, rows, width), float32, of `PROBE_SIZES`; width: heads * size."""
+    from onnx import TensorProto, helper
+
+    rows, keys, heads, size = PROBE_SIZES.values()
+    lengths = {"q": rows, "k": keys, "v": keys, "attention": rows}
+    infos = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, count, heads * size])
+        for name, count in lengths.items()
+    ]
+    node = helper.make_node("MultiHeadAttention", ["q", "k", "v"], ["attention"], domain=CONTRIB, num_heads=heads)
+    graph = helper.make_graph([node], "attention", infos[:-1], infos[-1:])
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(CONTRIB, 1)]
+    model: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=8).SerializeToString(deterministic=True)
+    return model
 
 
 def without_fused_attention(model: Any) -> None:
@@ -99,8 +112,12 @@ def without_fused_attention(model: Any) -> None:
             nodes += made.nodes
         else:
             nodes.append(node)
-    del graph.node[:]
-    graph.node.extend(nodes)
+    refill(graph.node, nodes)
+
+
+def has_fused_attention(model: Any) -> bool:
+    """Whether a ModelProto has nodes for such a kernel."""
+    return any(_is_fused(node) for node in model.graph.node)
 
 
 def _is_fused(node: Any) -> bool:

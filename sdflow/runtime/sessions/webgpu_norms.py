@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from sdflow.onnx_model.nodes import refill
+
 NORM = "InstanceNormalization"
 FEW = 64
 """Number of values that are normalized together."""
@@ -46,5 +48,4 @@ def with_centered_norms(model: Any) -> None:
             nodes.append(helper.make_node("Sub", [given, f"{name}_mean"], [f"{name}_centered"], f"{name}_centered"))
             node.input[0] = f"{name}_centered"
         nodes.append(node)
-    del graph.node[:]
-    graph.node.extend(nodes)
+    refill(graph.node, nodes)

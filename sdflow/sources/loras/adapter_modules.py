@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from sdflow.sources.loras.peft_metadata import PeftConfig
     from sdflow.sources.safetensors_file import TensorEntry
 
     Floats = NDArray[np.float32]
@@ -42,8 +43,7 @@ class AdapterModule:
 
     names: the module's tensors, by role. values: those read at once. alpha: its value. places: the weights to
     change.
-    shapes: of all parameters of the submodel. config_kind, config_rank: kind and rank from PEFT's configuration.
-    config_scale: its scale for a rank.
+    shapes: of all parameters of the submodel. config: PEFT's, if any. module: PEFT's name.
     """
 
     path: Path
@@ -53,9 +53,8 @@ class AdapterModule:
     alpha: float | None
     places: Places
     shapes: Mapping[str, tuple[int, ...]]
-    config_kind: str | None = None
-    config_rank: int | None = None
-    config_scale: Callable[[int], float] | None = None
+    config: PeftConfig | None
+    module: str
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,8 +70,8 @@ class AdapterModule:
         kinds = sorted({_PRODUCTS[role] for role in self.names if role in _PRODUCTS})
         if len(kinds) > 1:
             raise Unfit(f"{self._first}: one module has tensors of {' and '.join(kinds)}")
-        if self.config_kind is not None and kinds not in ([], [self.config_kind]):
-            raise Unfit(f"{self._first}: of a {kinds[0]}, but PEFT's configuration has {self.config_kind}")
+        if self.config is not None and self.config.kind is not None and kinds not in ([], [self.config.kind]):
+            raise Unfit(f"{self._first}: of a {kinds[0]}, but PEFT's configuration has {self.config.kind}")
         self._require_numbers()
         build = {"LoRA": self._lora, "LoHa": self._loha, "LoKr": self._lokr, "difference": self._difference}
         biases = self._biases()
@@ -237,12 +236,12 @@ class AdapterModule:
         """alpha / rank. Without an alpha and a configuration, alpha equals the rank."""
         if self.alpha is not None:
             return self.alpha / rank
-        return 1.0 if self.config_scale is None else self.config_scale(rank)
+        return 1.0 if self.config is None else self.config.scale(self.module, rank)
 
     def _scale_of_lokr(self) -> float:
         """LyCORIS has no scale if both factors are whole; PEFT always has one."""
-        if self.config_scale is not None and self.config_rank is not None:
-            return self.config_scale(self.config_rank)
+        if self.config is not None:
+            return self.config.scale(self.module, self.config.rank(self.module))
         found = self.rank()
         return 1.0 if found is None or self.alpha is None else self.alpha / found[1]
 

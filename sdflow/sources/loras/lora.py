@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -160,9 +159,8 @@ def read_lora(
             alphas.get(group.get("alpha", "")),
             places,
             shapes[submodel],
-            None if config is None else config.kind,
-            None if config is None else config.rank(module),
-            None if config is None else partial(config.scale, module),
+            config,
+            module,
         )
         try:
             made = found.layers()

@@ -132,12 +132,6 @@ def fits_elsewhere(
     ]
 
 
-def without_kernel(model: onnx.ModelProto, target: Target) -> set[str]:
-    """Names of the nodes without a kernel in the target's preferred provider, from the tables alone."""
-    table = kernel_table(target.providers[0][0])
-    return {finding.node for finding in _graph(model.graph, _opsets(model), table, {}) if finding.check == "kernel"}
-
-
 def _opsets(model: onnx.ModelProto) -> dict[str, int]:
     return {"" if entry.domain in STANDARD else entry.domain: entry.version for entry in model.opset_import}
 

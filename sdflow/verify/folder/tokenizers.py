@@ -59,8 +59,8 @@ def compare_tokenizers(folder: Path, name: str, companion: Companion, source: So
 def _published(name: str, companion: Companion, source: Source) -> Any:
     """Load it as diffusers' from_pretrained does: the class named in the checkpoint's model_index.json, if it
     exists."""
-    library, class_name = source.index.get(name) or (companion.library, companion.class_name)
-    module = importlib.import_module(companion.library if library != companion.library else library)
+    _, class_name = source.index.get(name) or (None, companion.class_name)
+    module = importlib.import_module(companion.library)
     cls = getattr(module, str(class_name), None) or getattr(module, str(companion.class_name))
     return cls.from_pretrained(source.companions[name], local_files_only=True)
 
