@@ -177,7 +177,7 @@ class Files:
 
     def _report_unreadable(self, path: Path, asked: Mark, error: Exception) -> None:
         if isinstance(error, FileNotFoundError):
-            what = f"there is no file {str(path)!r}" if asked.line else "there is no such file"
+            what = "there is no such file" if asked.file == str(path) else f"there is no file {str(path)!r}"
             self.problems.add(asked, what, nearest_sibling(path, workflow=True))
         else:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

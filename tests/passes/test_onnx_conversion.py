@@ -348,7 +348,7 @@ def test_a_unet_with_other_inputs_is_refused(checkpoint: Checkpoint, tmp_path: P
 def test_a_checkpoint_that_cannot_be_loaded_is_reported_as_such(checkpoint: Checkpoint, tmp_path: Path) -> None:
     load = json.loads(json.dumps(checkpoint.submodels["unet"].load))
     load["config"]["norm_num_groups"] = 7
-    with pytest.raises(CheckpointError, match="its configuration does not make a UNet2DConditionModel"):
+    with pytest.raises(CheckpointError, match="its configuration is invalid for UNet2DConditionModel"):
         convert("unet", load, tmp_path / "out")
 
 

@@ -197,7 +197,7 @@ def test_with_little_memory_the_image_is_the_same(built: Built) -> None:
         ({"control": {"edges": EDGES}, "control_guidance_end": 1.5}, "ends at 1.5"),
         ({"control": {"edges": EDGES}, "control_scale": float("nan")}, "not a valid scale"),
         ({"control": {"edges": EDGES}, "control_scale": {"depth": 1.0}}, "no image for the ControlNet 'depth'"),
-        ({"control": {"edges": [EDGES] * 3}}, "3 images for 1"),
+        ({"control": {"edges": [EDGES] * 3}}, "3 control images for 1"),
         ({"control": {"edges": "edges.png"}}, "edges"),
     ],
 )

@@ -82,6 +82,6 @@ def test_generate_draws_an_image_again_from_its_file(tiny_pipeline: Path, tmp_pa
 def test_an_image_that_was_drawn_from_another_asks_for_that(tiny_pipeline: Path, tmp_path: Path) -> None:
     write_png(Image.new("RGB", (64, 64)), tmp_path / "drawn.png", {"prompt": "a", "image": {"name": "start.png"}})
     refused = command(tiny_pipeline, "--from", tmp_path / "drawn.png")
-    assert "also drawn from: image" in str(refused.exception) and "--image FILE" in str(refused.exception)
+    assert "also generated from: image" in str(refused.exception) and "--image FILE" in str(refused.exception)
     unknown = command(tiny_pipeline, "--from", tmp_path / "drawn.png", "--image", tmp_path / "start.png")
     assert "start.png" in str(unknown.exception), "what the command line names is read"
