@@ -43,7 +43,7 @@ def asked(limits: Limits, *said: Message) -> tuple[ApiError, list[Any], Drawing]
 @pytest.mark.parametrize("said", [(), (DRAWN,)])
 def test_what_takes_too_long_is_given_up_and_drawn_no_more(said: tuple[Message, ...]) -> None:
     error, sent, drawing = asked(Limits(seconds=0.05), *said)
-    assert (error.status, error.code, error.retry_after) == (504, "deadline", 1)
+    assert (error.status, error.code, error.headers) == (504, "deadline", {"Retry-After": "1"})
     assert sent == [*JOBS, Cancel("one")]
     assert drawing.images == 0 and drawing.ready
 

@@ -120,7 +120,7 @@ def test_only_so_many_are_sent_at_a_time(tmp_path: Path) -> None:
         assert AT_ONCE == 2
         with pytest.raises(ApiError, match="Try again") as refused, loras.receiving(10):
             pass
-        assert (refused.value.status, refused.value.retry_after) == (503, 5)
+        assert (refused.value.status, refused.value.headers) == (503, {"Retry-After": "5"})
     with loras.receiving(10):
         pass
     loras.close()
