@@ -43,12 +43,17 @@ def reference_action(subject: Subject, selection: Selection, cache: Cache) -> Ac
                 **({"scheduler": checkpoint.said["scheduler"]} if "scheduler" in checkpoint.said else {}),
                 **({"bfloat16": subject.bfloat16} if subject.bfloat16 else {}),
                 "loras": [{"sha256": lora.sha256, "scale": lora.scale} for lora in subject.loras],
-                **({"sample": [case.prompt for case in sample_cases(selection)]} if selection.sample_cases else {}),
+                **({"prompts": _sample_prompts(selection)} if selection.sample_cases else {}),
             },
             "uses": {name: distribution_version(name) for name in reference.USES},
             "salt": cache.salt,
         }
     )
+
+
+def _sample_prompts(selection: Selection) -> str:
+    """Digest of the prompts of a sample's images."""
+    return digest_json([case.prompt for case in sample_cases(selection)])
 
 
 def verification_action(subject: Subject, spec: VerifySpec, built: Built, exact: Record, cache: Cache) -> Action:

@@ -312,7 +312,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes, Members], bytes], str]] = {
     "a newer format": (
         lambda data, members: packed({**members, LISTED: dump({"format": 3})}), "format 3, of a newer sdflow"
     ),
-    "other passes": (lambda data, members: relisted(members, _of_another_pass), "with version 99 of OnnxConversion, but this sdflow has version"),
+    "other passes": (lambda data, members: relisted(members, _of_another_pass), "with version 99 of OnnxConversion, but"),
     "what is no structure": (lambda data, members: relisted(members, _bound), "something other than structures"),
 }  # fmt: skip
 

@@ -155,7 +155,7 @@ def test_an_ordinary_user_can_build_quarantine_collect_and_clean(open_path: Path
             (staging.files / "model.onnx").touch()
             staging.tree_digest()
             raise RuntimeError
-        assert staging.kept is not None
+        assert Path(f"{staging.path}-failed").exists()
         assert len(cache.gc(20_000).removed) == 2
         publish(cache, make_action("a"))
         cache.clean()
