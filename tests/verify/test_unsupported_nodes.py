@@ -272,7 +272,7 @@ def test_what_the_table_does_not_tell_is_a_warning_and_no_claim() -> None:
     graph = one(node("GridSample", "x grid", "y", domain=""), ports, F32)
     found = fits(graph, TARGETS["directml"], "unet")
     assert errors(found) == []
-    what = ("DirectML", "GridSample", "not in the table", "onnxruntime-directml 1.24.4")
+    what = ("DirectML", "GridSample", "does not say whether", "onnxruntime-directml 1.24.4")
     assert_told(of_level(found, "warning"), Told("warning", "kernel", "unet", "the_GridSample", what, ("sdflow run",)))
 
 
