@@ -30,7 +30,7 @@ from sdflow.onnx_model.float8 import DOMAIN
 from sdflow.onnx_model.reading import load_graph
 from sdflow.runtime.kernels.hopper import on_hopper
 from sdflow.runtime.kernels.library import build
-from sdflow.runtime.kernels.replace import VERSION, with_own_kernels
+from sdflow.runtime.kernels.replace import with_own_kernels
 from sdflow.runtime.sessions.specialize import specialize
 
 TYPES = {TensorProto.FLOAT16: torch.float16, TensorProto.BFLOAT16: torch.bfloat16}
@@ -70,7 +70,7 @@ def cut(graph: Any, inputs: dict[str, Any], output: Any) -> onnx.ModelProto:
     known = [item for item in within if item.name in {name for node in nodes for name in node.output}]
     initializers = [constants[name] for name in sorted(used)]
     part = helper.make_graph(nodes, "place", list(inputs.values()), [output], initializers, value_info=known)
-    opsets = [("", 17), ("com.microsoft", 1), (DOMAIN, VERSION)]
+    opsets = [("", 17), ("com.microsoft", 1), (DOMAIN, 1)]
     return helper.make_model(part, opset_imports=[helper.make_opsetid(*each) for each in opsets], ir_version=8)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -33,19 +33,21 @@ _TYPERS: Any = typer.BadParameter.__mro__[1]
 
 
 @contextmanager
-def _our_usage_errors() -> Iterator[None]:
+def _our_usage_errors(command: Callable[[], str]) -> Iterator[None]:
     """Replace typer's usage errors by ours, so that all errors look alike. A command without arguments shows its help
-    as before."""
+    as before. command: returns the path of the command, for errors that do not name it."""
     try:
         yield
     except _TYPERS as error:
-        if error.ctx is None or type(error).__name__ == "NoArgsIsHelpError":
+        if type(error).__name__ == "NoArgsIsHelpError":
             raise
         from sdflow.errors import UsageError
 
-        command = error.ctx.command_path.removeprefix("python -m ")
+        path = command() if error.ctx is None else error.ctx.command_path
+        command_path = path.removeprefix("python -m ")
         what = error.format_message().removesuffix(".")
-        raise UsageError(f"{what[:1].lower()}{what[1:]}", where=command, remedy=f"See {command} --help.") from None
+        remedy = f"See {command_path} --help."
+        raise UsageError(f"{what[:1].lower()}{what[1:]}", where=command_path, remedy=remedy) from None
 
 
 class Commands(GroupedCommands):
@@ -53,12 +55,12 @@ class Commands(GroupedCommands):
 
     synonyms = SYNONYMS
 
-    def make_context(self, *args: Any, **given: Any) -> Any:
-        with _our_usage_errors():
-            return super().make_context(*args, **given)
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **more: Any) -> Any:
+        with _our_usage_errors(lambda: " ".join(filter(None, (parent and parent.command_path, info_name)))):
+            return super().make_context(info_name, args, parent, **more)
 
     def invoke(self, ctx: Any) -> Any:
-        with _our_usage_errors():
+        with _our_usage_errors(lambda: " ".join(filter(None, (ctx.command_path, ctx.invoked_subcommand)))):
             return super().invoke(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -36,6 +36,7 @@ def bfloat16_bits() -> Iterator[None]:
     """
     from sdflow.weights import half
 
+    importlib.import_module("sdflow.weights.recipe")  # imports to_float16 by name: before it is replaced
     packaged, loose = (importlib.import_module(name) for name in ("onnxruntime.transformers.float16", "float16"))
     with (
         patched(packaged, convert_np_to_float16=_bits),

@@ -148,6 +148,13 @@ def test_with_json_a_failure_that_has_a_document_of_its_own_is_that_one(sdflow: 
     assert [each["line"] for each in said["problems"]] == [2, 3] and said["where"] == "wrong.yaml:2:1"
 
 
+def test_with_json_an_option_without_its_value_is_one_document(sdflow: Command, place: Path) -> None:
+    done = sdflow("cache", "gc", "--json", "--older-than", folder=place)
+    said = json.loads(done.stdout)
+    assert said["where"].endswith("sdflow cache gc") and said["exit_status"] == done.returncode == 2
+    assert said["what"] == "option '--older-than' requires an argument" and "error: " in done.stderr
+
+
 def test_a_sample_is_inspected_by_its_name(sdflow: Command, place: Path) -> None:
     done = sdflow("inspect", "sample:shapes-klein", folder=place)
     assert done.returncode == 0 and "FLUX.2-klein" in done.stdout, done.stderr

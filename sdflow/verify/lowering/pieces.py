@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -31,7 +31,7 @@ READERS = 2
 """Threads that compute values of initializers."""
 OPEN = 2
 """Sessions in memory, of which one runs while the next is made: one thread converts and packs a piece's weights, which
-takes longer than running it. Each holds its weights twice: `memory.COPIES`."""
+takes longer than running it. Their weights together are within the limit of the session."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,9 @@ class PortOfPieces:
 
 @dataclass
 class PieceSession:
-    """A graph in pieces with the interface of a session. exact: values of initializers supplied with the sessions, each
-    computed when its piece is opened."""
+    """A graph in pieces with the interface of a session. most: bytes of the weights of all pieces that are open at the
+    same time, as float32; exceeded only by a piece that cannot be cut. exact: values of initializers supplied with the
+    sessions, each computed when its piece is opened."""
 
     lowered: Lowered
     folder: Path
@@ -160,7 +161,7 @@ class PieceSession:
     pieces: list[Piece] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pieces = cut(self.lowered.model, self.lowered.types, self.most)
+        self.pieces = cut(self.lowered.model, self.lowered.types, self.most // OPEN)
 
     def get_inputs(self) -> list[PortOfPieces]:
         return [_described(item) for item in self.lowered.model.graph.input]
@@ -186,8 +187,17 @@ class PieceSession:
         """Yield each piece's outputs for every case, by name."""
         held = [{name: ort_value(value) for name, value in case.items()} for case in cases]
         open_piece = partial(self._session, brief=len(cases) <= FEW and not self.fuse)
+        sizes = [float32_bytes(piece.model.graph.initializer) for piece in self.pieces]
+        opening: deque[Future[onnxruntime.InferenceSession]] = deque()
+
+        def open_from(index: int) -> None:
+            """Begin to open this piece and, if it fits beside it, the next."""
+            for place in range(index + len(opening), min(index + OPEN, len(self.pieces))):
+                if place == index or sum(sizes[index : place + 1]) <= self.most:
+                    opening.append(pool.submit(open_piece, self.pieces[place]))
+
         with ThreadPoolExecutor(OPEN) as pool:
-            opening = deque(pool.submit(open_piece, piece) for piece in self.pieces[:OPEN])
+            open_from(0)
             for index, piece in enumerate(self.pieces):
                 session = opening.popleft().result()
                 needed = {name for later in self.pieces[index + 1 :] for name in later.inputs}
@@ -200,7 +210,7 @@ class PieceSession:
                         del values[name]
                 del session
                 gc.collect()
-                opening.extend(pool.submit(open_piece, each) for each in self.pieces[index + OPEN : index + OPEN + 1])
+                open_from(index + 1)
                 yield given
                 del given
 
