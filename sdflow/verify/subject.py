@@ -13,6 +13,7 @@ from sdflow.disk.file_stamp import Stamp, file_stamp
 from sdflow.errors import UsageError
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.files.folder import refiner_of
+from sdflow.samples.prompts import SHAPES
 from sdflow.sources import Checkpoint, FileDigests, find_lora, lora_digest, lora_submodels, reopen_checkpoint
 from sdflow.store import Cache
 from sdflow.targets import find_target
@@ -80,6 +81,6 @@ def subject_with(folder: Path, digests: FileDigests, *, target: str | None = Non
 
 def own_image(model: str) -> ImageSpec:
     """The default image; the sample knows only words of its own captions."""
-    if model != "sample:shapes":
+    if model != SHAPES:
         return ImageSpec()
     return ImageSpec(prompt="a large red circle on a blue background", guidance_scale=7.5)

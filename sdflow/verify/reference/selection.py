@@ -10,6 +10,7 @@ from typing import Any
 from sdflow.config.workflow import ImageSpec, VerifySpec
 from sdflow.errors import UsageError
 from sdflow.families.shared.base import Family
+from sdflow.samples.prompts import SHAPES
 from sdflow.sources import Checkpoint
 from sdflow.verify.as_json import from_json
 from sdflow.verify.reference.cases import read_description
@@ -45,7 +46,6 @@ PROMPTS = (
 )
 LONG_PROMPT = "a watercolour painting of a lighthouse by the sea at dusk, " * 8
 """Longer than the 77 tokens of a text encoder, so the tokenizer truncates it."""
-SAMPLE = "sample:shapes"
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,6 @@ def select(spec: VerifySpec, image: ImageSpec, submodels: Sequence[str], checkpo
         shapes=tuple(shapes),
         vae_shapes=tuple(vae_shapes),
         timesteps=EDGE_TIMESTEPS if full else QUICK_TIMESTEPS,
-        sample_cases=SAMPLE_CASES if full and drawing and checkpoint.reference == SAMPLE else 0,
+        sample_cases=SAMPLE_CASES if full and drawing and checkpoint.reference == SHAPES else 0,
         tokens=SHORT_TOKENS if short else None,
     )
