@@ -7,7 +7,7 @@ import importlib.metadata
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,6 +56,7 @@ def import_module_alone(library: str, module: str) -> None:
     stand_ins = [ModuleType(".".join(packages[: depth + 1])) for depth in range(len(packages))]
     for depth, package in enumerate(stand_ins):
         package.__path__ = [str(Path(folder, *packages[1 : depth + 1])) for folder in spec.submodule_search_locations]
+        vars(package)["__getattr__"] = partial(_defined_within, package.__name__)
         sys.modules[package.__name__] = package
     try:
         vars(stand_ins[0])["__version__"] = importlib.metadata.version(library)
@@ -66,6 +67,16 @@ def import_module_alone(library: str, module: str) -> None:
     finally:
         for package in stand_ins:
             sys.modules.pop(package.__name__, None)
+
+
+def _defined_within(package: str, name: str) -> Any:
+    """Return what a module imports from the package around it, as those of transformers 5.17 do, from the module that
+    defines it, if that was imported before. Raises AttributeError otherwise."""
+    for each, module in list(sys.modules.items()):
+        defined = getattr(module, "__dict__", {})  # None stands for a module that cannot be imported
+        if each.startswith(f"{package}.") and name in defined:
+            return defined[name]
+    raise AttributeError(name)
 
 
 class _Distributions(Mapping[str, list[str]]):

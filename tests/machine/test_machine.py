@@ -130,6 +130,34 @@ assert CLIPTokenizer is alone and CLIPTextModel.__name__ == "CLIPTextModel"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_a_module_imported_alone_gets_from_the_library_around_it_what_was_imported_before(tmp_path: Path) -> None:
+    """As in transformers 5.17, whose tokenizers import `AddedToken` from the library itself."""
+    inner = tmp_path / "around" / "parts" / "inner"
+    inner.mkdir(parents=True)
+    (tmp_path / "around" / "__init__.py").write_text("from .base import Token")
+    (tmp_path / "around" / "base.py").write_text("class Token: ...")
+    (tmp_path / "around" / "parts" / "__init__.py").touch()
+    (inner / "__init__.py").touch()
+    (inner / "one.py").write_text("from ...base import Token as token\nfrom ... import Token\nassert Token is token")
+    (inner / "two.py").write_text("from ... import Later")
+    (tmp_path / "around-1.0.dist-info").mkdir()
+    (tmp_path / "around-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: around\nVersion: 1.0\n")
+    code = """
+import sys
+from sdflow.machine.lean_imports import import_module_alone
+import_module_alone("around", "parts.inner.two")
+assert not [name for name in sys.modules if name.startswith("around")], "nothing defines Later"
+import_module_alone("around", "parts.inner.one")
+alone = sys.modules["around.parts.inner.one"].Token
+assert "around" not in sys.modules
+from around.parts.inner.one import Token
+import around
+assert Token is alone is around.Token
+"""
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": path})
+
+
 @pytest.mark.parametrize("has_distribution", [False, True])
 def test_a_library_that_does_not_import_alone_is_left_as_it_was(has_distribution: bool, tmp_path: Path) -> None:
     """A checkout on the path has no distribution. With one, the module fails because its library's own code has not run."""
