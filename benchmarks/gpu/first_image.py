@@ -1,19 +1,22 @@
 """Time a process from its start to its first image: with no kernels in the cache, then with those that an earlier process left.
 
     python benchmarks/gpu/first_image.py PIPELINE [--processes 3] [--steps 50] [--size N] [--target cuda]
-        [--command [--unchecked]] [--imports] [--timeline] [--json FILE]
+        [--command [--unchecked]] [--imports] [--timeline] [--kernels DIR] [--json FILE]
 
 PIPELINE: with weights (of benchmarks/gpu/with_weights.py, or built). The first process finds an empty $SDFLOW_KERNELS, so it
 compiles and proves sdflow's kernels. Each process prints seconds since it started, after its imports, after loading, and
-after its first and second images; the second image is the time of a warm one. --command: twice
+after its first and second images, and the second one's digest: whether cuDNN chose the same algorithms in all of them.
+The second image is the time of a warm one. --command: twice
 `sdflow generate PIPELINE`, from its start to the file and to its end, with the safety checker and without.
 --unchecked: with --no-check, which the output of with_weights.py needs. --imports: a further process, slower than the others,
-tells which packages' imports take the time. --timeline: what the last process did, and when. --json: everything.
+tells which packages' imports take the time. --timeline: what the last process did, and when. --kernels: $SDFLOW_KERNELS of
+all processes, which may hold kernels of an earlier run. --json: everything.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -22,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +68,10 @@ def child(options: argparse.Namespace) -> None:
     note("loaded")
     for which in ("first image", "second image"):
         generator = torch.Generator().manual_seed(0)
-        pipeline(PROMPT, num_inference_steps=options.steps, generator=generator, **size)
+        (image,) = pipeline(PROMPT, num_inference_steps=options.steps, generator=generator, **size).images
         note(which)
-    print(json.dumps({"wall": found, "processor": processor, "spans": spans.told()}))
+        digest = hashlib.sha256(image.tobytes()).hexdigest()[:12]
+    print(json.dumps({"wall": found, "processor": processor, "image": digest, "spans": spans.told()}))
 
 
 def environment(kernels: str) -> dict[str, str]:
@@ -132,6 +137,7 @@ def main() -> None:
     parser.add_argument("--unchecked", action="store_true")
     parser.add_argument("--imports", action="store_true")
     parser.add_argument("--timeline", action="store_true")
+    parser.add_argument("--kernels")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -145,11 +151,13 @@ def main() -> None:
         if options.json:
             options.json.write_text(json.dumps(found, indent=1))
 
-    with tempfile.TemporaryDirectory() as kernels:
-        for number in range(options.processes):
+    with ExitStack() as stack:
+        kernels = options.kernels or stack.enter_context(tempfile.TemporaryDirectory())
+        for _ in range(options.processes):
+            kept = any(Path(kernels).glob("*"))
             note("load", run(kernels))
             last = found["load"][-1]
-            print(f"{'kept kernels' if number else 'no kernels'}: {last['wall']}", flush=True)
+            print(f"{'kept kernels' if kept else 'no kernels'}: {last['wall']}, image {last['image']}", flush=True)
         print(f"its processor time: {last['processor']}", flush=True)
         for _ in range(2 if options.command else 0):
             for more in ((), ("--no-safety-checker",)):

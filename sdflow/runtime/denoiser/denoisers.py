@@ -275,11 +275,18 @@ class Denoisers:
         taken = self._bytes(shape, sizes) + _unloaded_bytes((self._model, *texts))
         size = shape[2], shape[3]
         fits = not self._low_memory and tiling(self._decoder, *size, self._scale, self._tiles, taken) is None
+        waiting = (*([self._decoder] if fits else []), *texts, self._model)
+
+        def weights() -> None:
+            # One after the other, as the device gets them: small ones first, since the decoder's first run takes longest.
+            for each in waiting:
+                each.load_weights()
+
         with ThreadPoolExecutor(max_workers=3 + len(texts)) as pool:
             parted = pool.submit(denoiser)
             others: list[Future[object]] = []
             if not self._low_memory:
-                others.append(pool.submit(self._model.load_weights))  # while its graph is split
+                others.append(pool.submit(weights))  # while the denoiser's graph is split
                 others += [pool.submit(bound, text, self._text_rows) for text in texts]
             if fits:
                 others.append(pool.submit(bound, self._decoder, 1))
