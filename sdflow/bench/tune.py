@@ -107,7 +107,7 @@ def candidates(target: Target, cores: int) -> list[Candidate]:
     if target.name in ("cuda", "tensorrt"):
         cuda = target.name == "cuda"
         options = [
-            ("cudnn_conv_algo_search", ("HEURISTIC",)),
+            ("cudnn_conv_algo_search", ("EXHAUSTIVE",)),
             ("sdpa_kernel", ("1", "2", "8", "16")),  # flash, memory efficient, cuDNN, plain
             ("fuse_conv_bias", ("0",)),
             ("cudnn_conv_use_max_workspace", ("0",)),

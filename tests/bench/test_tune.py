@@ -192,7 +192,7 @@ def test_cuda_and_cpu_have_the_options_that_were_found_to_matter_and_other_targe
     }
     assert [each.value for each in candidates(CPU, 8) if each.option == "threads"] == ["1", "4", "8", "16"]
     tried = {(each.option, each.value) for each in candidates(TARGETS["cuda"], 8)}
-    assert {("cudnn_conv_algo_search", "HEURISTIC"), ("sdpa_kernel", "1"), ("fuse_conv_bias", "0")} <= tried
+    assert {("cudnn_conv_algo_search", "EXHAUSTIVE"), ("sdpa_kernel", "1"), ("fuse_conv_bias", "0")} <= tried
     flash = next(each for each in candidates(TARGETS["cuda"], 8) if each.value == "1" and each.option == "sdpa_kernel")
     assert flash.change(UNTUNED).provider == {"sdpa_kernel": "1"}
     assert candidates(TARGETS["directml"], 8) == []
