@@ -1,8 +1,8 @@
 """Compare whole images of a transformer, and their parts, in turns: sdflow against PyTorch with all parts compiled.
 
     python benchmarks/gpu/whole_images.py WEIGHTS NAME [--beside NAME ...] [--float8 NAME] [--dtype bfloat16] [--steps 4]
-        [--guidance 1] [--images 1 4] [--size N] [--keep fit] [--attention cudnn] [--rounds 5] [--processes 1] [--lock FILE]
-        [--graphs DIR] [--json FILE] [--target cpu]
+        [--guidance 1] [--images 1 4] [--size N] [--keep fit] [--attention cudnn] [--decoder-only] [--rounds 5] [--processes 1]
+        [--lock FILE] [--graphs DIR] [--json FILE] [--target cpu]
 
 WEIGHTS/NAME: output of benchmarks/gpu/with_weights.py; --processes, --lock, --graphs as in beside_float32.py. PyTorch
 is diffusers' own pipeline in --dtype with the same weights, with compiled repeated transformer blocks (fullgraph), text
@@ -12,7 +12,7 @@ checkpoint: --beside against the same PyTorch, --float8 against PyTorch with the
 (float8_linear.py). --dtype float8: NAME is such a pipeline, and nothing else is measured. Distances: of one image from
 float32 PyTorch (TensorFloat-32 off), which runs first. Memory: what the driver's figure for the process grows by, for
 PyTorch in addition to its weights. --attention cudnn: PyTorch may not choose another kernel; the profiles show which
-one it takes by itself. `--target cpu` is to try it without compiling.
+one it takes by itself. --decoder-only: that row alone, without an image. `--target cpu` is to try it without compiling.
 """
 
 from __future__ import annotations
@@ -124,9 +124,13 @@ class Comparison:
         for module in self.components().values():
             module.to(self.device)
         self.reference = self.draw_theirs(1, torch.float32)
+        self.to_half()
+
+    def to_half(self) -> None:
+        """PyTorch's modules to 16 bits on the device, in place."""
         for name, submodel in self.checkpoint.submodels.items():
             model = self.family.part(name).of(submodel.load["config"]).model
-            model.to_half(self.module(name), self.kind)
+            model.to_half(self.module(name).to(self.device), self.kind)
         self.empty()
 
     def empty(self) -> None:
@@ -274,6 +278,14 @@ class Comparison:
 
 def measure(options: Any, results: Results, loaded: list[Any], checkpoint: Any) -> None:
     both = Comparison(options, results, loaded.pop(), checkpoint)
+    if options.decoder_only:
+        both.to_half()
+        both.compile()
+        with results.part(f"sdflow, {options.dtype}"):
+            both.load_ours(options.name, options.dtype, [])
+        both.time("the decoder", both.decoder_runs(), PARTS_IN_A_ROW)
+        table(results.found)
+        return
     with results.part("an image in float32"):
         both.compute_reference()
     if results.failed:
@@ -313,6 +325,7 @@ def main() -> None:
     parser.add_argument("--size", type=int)
     parser.add_argument("--keep", choices=("all", "fit"), default="all")
     parser.add_argument("--attention", choices=("default", "cudnn"), default="default")
+    parser.add_argument("--decoder-only", action="store_true")
     options = parser.parse_args()
     if options.images[0] != 1:
         parser.error("--images: the first is 1")
