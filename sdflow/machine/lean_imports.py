@@ -70,13 +70,15 @@ def import_module_alone(library: str, module: str) -> None:
 
 
 def _defined_within(package: str, name: str) -> Any:
-    """Return what a module imports from the package around it, as those of transformers 5.17 do, from the module that
-    defines it, if that was imported before. Raises AttributeError otherwise."""
-    for each, module in list(sys.modules.items()):
-        defined = getattr(module, "__dict__", {})  # None stands for a module that cannot be imported
-        if each.startswith(f"{package}.") and name in defined:
-            return defined[name]
-    raise AttributeError(name)
+    """Return what a module imports from the package around it, as those of transformers 5.17 do: what all modules of the
+    package that were imported before call by this name. Raises AttributeError if there is none or several things, or if it
+    is a module's name, which Python then imports."""
+    # None stands for a module that cannot be imported.
+    within = [vars(module) for each, module in list(sys.modules.items()) if module and each.startswith(f"{package}.")]
+    found = [defined[name] for defined in within if name in defined]
+    if not found or any(each is not found[0] for each in found) or find_spec(f"{package}.{name}") is not None:
+        raise AttributeError(name)
+    return found[0]
 
 
 class _Distributions(Mapping[str, list[str]]):

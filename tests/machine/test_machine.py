@@ -140,13 +140,22 @@ def test_a_module_imported_alone_gets_from_the_library_around_it_what_was_import
     (inner / "__init__.py").touch()
     (inner / "one.py").write_text("from ...base import Token as token\nfrom ... import Token\nassert Token is token")
     (inner / "two.py").write_text("from ... import Later")
+    (tmp_path / "around" / "other.py").write_text("class Token: ...\nfrom enum import auto")
+    (inner / "three.py").write_text("from ... import base, other\nfrom ... import Token")
+    (tmp_path / "around" / "auto.py").touch()
+    (inner / "four.py").write_text("from ... import other, auto\nassert auto.__name__ == 'around.auto'")
     (tmp_path / "around-1.0.dist-info").mkdir()
     (tmp_path / "around-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: around\nVersion: 1.0\n")
     code = """
 import sys
 from sdflow.machine.lean_imports import import_module_alone
-import_module_alone("around", "parts.inner.two")
-assert not [name for name in sys.modules if name.startswith("around")], "nothing defines Later"
+for name, why in {"two": "nothing defines Later", "three": "two modules define a Token"}.items():
+    import_module_alone("around", f"parts.inner.{name}")
+    assert not [each for each in sys.modules if each.startswith("around")], why
+import_module_alone("around", "parts.inner.four")
+assert "around.parts.inner.four" in sys.modules
+for name in [each for each in sys.modules if each.startswith("around")]:
+    del sys.modules[name]
 import_module_alone("around", "parts.inner.one")
 alone = sys.modules["around.parts.inner.one"].Token
 assert "around" not in sys.modules
