@@ -63,12 +63,14 @@ def tile_pixels(config: Mapping[str, Any]) -> int:
 
 def tiling(half: Submodel, rows: int, columns: int, scale: int, tiles: bool | None, others: int = 0) -> Tiling | None:
     """Return how latents of this size are divided, or None to process the whole. Weights that take turns leave the device
-    as far as the run needs their room.
+    as far as the run needs their room, and sessions of bands for another size are freed.
 
     scale: pixels per latent. tiles: None: only if the whole would exceed free memory, with bands or tiles as large as
     fit; True: bands with as many pixels as the VAE's own size, or tiles of that size; False: never. others: bytes that
     others are about to take.
     """
+    if half.banded is not None and half.banded[0][:2] != (rows, columns):
+        half.banded = None
     compiled = half.static_shapes or half.profiles  # each size would be compiled, and the device's memory is unknown
     wanted = _wanted(half, rows, columns)
     if tiles is None and (compiled or wanted <= max(ALWAYS_THERE, half.reached)):
@@ -180,7 +182,9 @@ def _runner(
         return result
 
     chosen = tiling(half, rows, columns, scale, tiles)
-    if chosen is not None and chosen.storage is not None:
+    if chosen is None or chosen.storage is None:
+        half.banded = None
+    else:
         try:
             bands = _bands(half, given, before, size, chosen)
         except PassError as error:
@@ -206,8 +210,9 @@ def _bands(half: Submodel, given: str, factor: int, size: tuple[int, int, int], 
     Raises PassError like `decompose`."""
     rows, columns, scale = size
     key = rows, columns, chosen
-    if half.banded is None or half.banded[0] != key:
-        half.banded = None
+    kept, half.banded = half.banded, None
+    if kept is None or kept[0] != key:
+        kept = None  # its sessions hold memory
         graph = half.graph()
         (port,) = (port for port in half.part.model.ports(half.config).inputs if port.name == given)
         channels = port.axes[1]
@@ -218,8 +223,9 @@ def _bands(half: Submodel, given: str, factor: int, size: tuple[int, int, int], 
 
         assert chosen.storage is not None, "blended tiles are not bands"
         parts = decompose(graph, sizes, rows, chosen.pixels // scale)
-        half.banded = key, Bands(half, parts, chosen.storage)
-    found: Bands = half.banded[1]
+        kept = key, Bands(half, parts, chosen.storage)
+    half.banded = kept
+    found: Bands = kept[1]
     return found
 
 

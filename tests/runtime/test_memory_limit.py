@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -179,6 +180,29 @@ def test_bands_that_neither_memory_holds_are_tiles_and_a_warning_says_so(
         with pytest.warns(TiledWarning, match=r"is tiled \(\d+ pixels\), .*bands would keep .* only 4.19 MB is free"):
             tiled = short.decode(latents)
         assert tiled.shape == whole.shape and 1e-3 < (tiled - whole).abs().max() < 1
+
+
+def test_sessions_of_bands_are_freed_for_another_size_and_once_none_are_needed(
+    tiny_pipeline: Path, short: Callable[[int], None]
+) -> None:
+    pipeline = Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False)
+    decoder = pipeline.submodels["vae_decoder"]
+
+    def bands_after(height: int) -> weakref.ref[Any] | None:
+        pipeline.decode(torch.zeros(pipeline.latents_shape(1, height, 256)))
+        return None if decoder.banded is None else weakref.ref(decoder.banded[1])
+
+    short(2**20)
+    with warnings.catch_warnings(action="ignore", category=TiledWarning):
+        first, again, other = bands_after(192), bands_after(192), bands_after(256)
+        assert first is again is not None and first() is None, "another size has other sessions"
+        assert other is not None and other() is not None
+        assert vae.tiling(decoder, 24, 32, pipeline.latents.scale, None) is not None
+        assert other() is None, "before a denoiser for the next size takes its memory"
+        last = bands_after(256)
+        assert last is not None and last() is not None
+        short(2**40)
+        assert bands_after(256) is None and last() is None
 
 
 def test_on_cuda_a_decoder_is_not_tiled_where_its_measured_memory_is_free(tiny_pipeline: Path) -> None:
