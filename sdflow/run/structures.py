@@ -34,7 +34,7 @@ from sdflow.store import Cache
 from sdflow.store.copying import answering, copy_entries
 from sdflow.store.records import BadRecord, Stored
 from sdflow.store.remote import RemoteSpec
-from sdflow.store.remote.archives import require_archive, to_read, to_write
+from sdflow.store.remote.archives import require_archive, to_write
 from sdflow.store.remote.down import WrongBytes
 from sdflow.store.remote.share import Absent, Unusable
 from sdflow.store.remote.spec import at
@@ -244,15 +244,14 @@ def import_structures(where: str | Path, cache: Cache, trust: Sequence[str] = ()
     if "://" not in where and not Path(where).exists():
         raise UsageError("no such file or folder", where=where, remedy="Check the path.")
     try:
-        with to_read(RemoteSpec(at(where, "sdflow cache import"), trust=tuple(trust))) as place:
-            source = cache.at(place)
-            assert source.remote is not None
-            source.remote.tell = said.append
-            about, entries = source.remote.exported(stop.check)
-            _require_structures_of_ours(about, entries)
-            copied = copy_entries(source, [entry.action for entry in entries], up=False, whole=True)
-            if len(copied.new) < copied.missing:
-                raise Absent(source.remote.distrusted or "parts of them")
+        source = cache.at(RemoteSpec(at(where, "sdflow cache import"), trust=tuple(trust)))
+        assert source.remote is not None
+        source.remote.tell = said.append
+        about, entries = source.remote.exported(stop.check)
+        _require_structures_of_ours(about, entries)
+        copied = copy_entries(source, [entry.action for entry in entries], up=False, whole=True)
+        if len(copied.new) < copied.missing:
+            raise Absent(source.remote.distrusted or "parts of them")
     except (Absent, Untrusted, BadRecord, WrongBytes, Unusable, CacheError) as error:
         why = error.what if isinstance(error, CacheError) else error
         what = {

@@ -144,11 +144,8 @@ class Remote:
         data, trust = read(path, limit), self.spec.trust
         try:
             found = parse(data)
-            if signed and trust and require_signed(data, trust, lambda: read(signature_path(data), MOST_OF_SIGNATURE)):
-                self._say(
-                    f"{self.spec.shown} has signatures of an earlier sdflow, which the next one does not read: push again with "
-                    "a key of `sdflow cache key`, and name that in trust"
-                )
+            if signed and trust:
+                require_signed(data, trust, lambda: read(signature_path(data), MOST_OF_SIGNATURE))
         except BadRecord as error:
             raise WrongBytes(path, data, str(error)) from error
         return found
