@@ -82,7 +82,8 @@ class Remote:
         return self._known.get(digest)
 
     def exported(self, meanwhile: Callable[[], None] = lambda: None) -> tuple[Mapping[str, Any], list[Stored]]:
-        """Return what `export` wrote: the JSON, and the entries. Raises Absent, WrongBytes, Unusable, Untrusted."""
+        """Return what `export` wrote: the JSON, and the entries. Raises Absent, WrongBytes, Unusable, Untrusted,
+        OtherVersion."""
         about, digests = self._read(form.LIST, form.MOST_OF_MANIFEST, form.read_list, meanwhile, signed=True)
         found = []
         for digest in digests:
