@@ -48,8 +48,7 @@ SUFFIX = ".yaml"
 @dataclass(frozen=True)
 class Exported:
     """The result of an export. structures: as in the archive's `about`. bytes: of the archive, None for a folder or
-    URL;
-    unpacked: of its content."""
+    URL; unpacked: of its content."""
 
     where: str
     structures: Sequence[dict[str, Any]]
