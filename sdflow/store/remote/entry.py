@@ -21,7 +21,7 @@ from sdflow.store.records import BadRecord, Stored, dump, load, load_action
 MOST = 4 << 20  # bytes of a piece: resent when a connection breaks, and held in memory by readers
 SMALL, TOGETHER = 128 << 10, 1 << 20  # smaller tensors share a piece with their neighbors, up to this many bytes
 Cuts = Callable[[Path], Mapping[str, Sequence[int]]]  # artifact folder -> byte offsets of tensors in its files
-MOST_OF_ENTRY = 2 << 20  # bytes of an action file with signatures; real ones have a few thousand
+MOST_OF_ENTRY = 2 << 20  # bytes of an action file; real ones have a few thousand
 MOST_OF_MANIFEST = 8 << 20  # bytes: 100,000 pieces, which is 100 GB and more
 LIST_FORMAT = 2
 LIST = "structures.json"  # index written by `sdflow cache export`: actions, and JSON about them
