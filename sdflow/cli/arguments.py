@@ -40,7 +40,7 @@ Rehash = Annotated[
     bool,
     typer.Option("--rehash", help="Hash every file again instead of trusting digests recorded for unchanged files."),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress; print only the result, on one line.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress; print only the result.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every step, output and column.")]
 Url = Annotated[
     str | None,

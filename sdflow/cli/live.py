@@ -128,8 +128,8 @@ class LiveView:
         return Group(*lines, *([] if bar is None else [bar]))
 
     def _bar(self, now: float, room: int) -> Text | None:
-        """ "━━━━──── 5 of 11 steps, 32.1 s, up to 41 s left"; None before the total is known and
-        after the last step."""
+        """ "━━━━──── 5 of 11 steps, 32.1 s, up to 41 s left"; None before the total is known and after the last
+        step."""
         from rich.text import Text
 
         total = sum(map(len, self._expected.chains.values()))

@@ -30,7 +30,12 @@ AdminKeyFile = Annotated[
 NoAuth = Annotated[bool, typer.Option("--no-auth", help="Allow addresses other than loopback without an API key.")]
 AllowedHosts = Annotated[
     list[str] | None,
-    typer.Option("--allowed-host", help="Name of this server in Host headers. Repeatable.", metavar="NAME"),
+    typer.Option(
+        "--allowed-host",
+        help="Name of this server in Host headers, besides localhost. Repeatable. Default: on an address other than "
+        "loopback, any name.",
+        metavar="NAME",
+    ),
 ]
 ForwardedAllowIps = Annotated[
     str,
@@ -44,7 +49,7 @@ RootPath = Annotated[
 ]
 TlsCertificate = Annotated[Path | None, typer.Option(help="TLS certificate (PEM): serve HTTPS.", metavar="FILE")]
 TlsKey = Annotated[Path | None, typer.Option(help="Private key of --ssl-certfile (PEM).", metavar="FILE")]
-DrainTimeout = Annotated[float, typer.Option(min=0, help="Seconds that running requests may take after SIGTERM.")]
+DrainTimeout = Annotated[float, typer.Option(min=0, help="Seconds that accepted requests may take after SIGTERM.")]
 Alias = Annotated[
     list[str] | None,
     typer.Option(help="Another name of a pipeline, such as dall-e-3=sdxl. Repeatable.", metavar="ALIAS=PIPELINE"),
@@ -85,7 +90,8 @@ Wildcards = Annotated[
     typer.Option(help="Folder of text files: __NAME__ in a prompt becomes a line of NAME.txt.", metavar="DIR"),
 ]
 LoraMemory = Annotated[
-    float, typer.Option(min=0, help="Memory in GB for LoRA sessions; the most recently used stay loaded.")
+    float,
+    typer.Option(min=0, help="Memory in GB per pipeline for weights with LoRAs; the most recently used stay loaded."),
 ]
 Cache = Annotated[
     Path | None,
@@ -111,7 +117,8 @@ Stall = Annotated[
     typer.Option(
         min=1,
         help="Seconds without progress before the worker is restarted. Default: ten times as long as loading and "
-        "the first image took, at least 60.",
+        "the first image took, from 60 to --deadline; --deadline for targets that compile for each size; more for images "
+        "larger than the model's own size.",
     ),
 ]
 MaxImages = Annotated[int, typer.Option(min=1, help="Maximum number of images per request.")]
@@ -145,7 +152,7 @@ MaxUploadGb = Annotated[float, typer.Option(min=0, help="Disk space for uploaded
 BatchSizes = Annotated[
     str | None, typer.Option(help="Batch sizes of the denoiser. Default: measured at startup.", metavar="1,2,4")
 ]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. With --on: per replica; default: 1.")]
 Lanes = Annotated[
     int,
     typer.Option(min=1, max=64, help="Batches to run in parallel on a CPU, each with its share of the threads."),

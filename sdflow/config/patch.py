@@ -227,8 +227,7 @@ def merge_documents(
     path: Path = (),
 ) -> Node:
     """Merge `over` over `base`, workflows or parts of them at `path`: maps at every depth, changes into chains; other
-    lists, and scalars, including null, replace. lenient, where: see `patch_chain`; gone: by
-    submodel."""
+    lists, and scalars, including null, replace. lenient, where: see `patch_chain`; gone: by submodel."""
     if _is_chain(path) and isinstance(base, YamlList) and isinstance(over, YamlMap):
         return patch_chain(base, over, problems, lenient=lenient, where=where, gone=gone.get(path[-2], ()))
     if not (isinstance(base, YamlMap) and isinstance(over, YamlMap)):

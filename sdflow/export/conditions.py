@@ -2,8 +2,7 @@
 
 In the trace, tokenizers return the graph's inputs, and a text encoder is a node `sdflow.Run`, later replaced by its
 graph. So a family needs no code of its own for exports. The mask of a text is computed from its ids. Chat templates
-stay
-outside: programs put both halves around the text.
+stay outside: programs put both halves around the text.
 """
 
 from __future__ import annotations

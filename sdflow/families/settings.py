@@ -224,18 +224,19 @@ COMMON = parameters(Settings)
 
 
 def _family_arguments() -> Iterator[tuple[str, Parameter]]:
-    takers: dict[str, list[str]] = {}
+    takers: dict[str, dict[str, list[str]]] = {}
     found: dict[str, Parameter] = {}
     for family in FAMILIES.values():
         for name, parameter in family.arguments.items():
-            takers.setdefault(name, []).append(family.title)
+            takers.setdefault(name, {}).setdefault(parameter.described, []).append(family.title)
             found[name] = parameter
     for name, parameter in found.items():
-        yield name, replace(parameter, about=f"{', '.join(takers[name])}: {parameter.about}", default=None, served=True)
+        about = " ".join(f"{', '.join(titles)}: {described}" for described, titles in takers[name].items())
+        yield name, replace(parameter, about=about, otherwise="", default=None, served=True)
 
 
 FAMILY_ARGUMENTS: Mapping[str, Parameter] = dict(_family_arguments())
-"""Parameters of some families, by name; each description names the families."""
+"""Parameters of some families, by name; each description names the families, and has their defaults."""
 
 ALL: Mapping[str, Parameter] = {**COMMON, **FAMILY_ARGUMENTS}
 SERVED: Mapping[str, Parameter] = {name: each for name, each in ALL.items() if each.served}

@@ -20,6 +20,7 @@ from sdflow.families.shared.approximation import Approximation
 from sdflow.families.shared.schedulers import SCHEDULERS
 from sdflow.manifest.content import (
     NOT_SAID,
+    REFINER,
     Chain,
     FinishedPass,
     Manifest,
@@ -58,6 +59,7 @@ File = Annotated[str, _that(inside, "it is not a file in its folder")]
 Folder = Annotated[str, _that(lambda name: inside(name) and "/" not in name, "it is not a folder name")]
 FamilyName = Annotated[str, _that(FAMILIES.__contains__, f"known are {', '.join(FAMILIES)}")]
 Scheduler = Annotated[str, _that(SCHEDULERS.__contains__, f"known are {', '.join(SCHEDULERS)}")]
+Refiner = Annotated[str, _that(REFINER.__eq__, f"a refiner is always in the folder {REFINER}")]
 Count = Annotated[float, Field(ge=0, lt=math.inf)]
 Json = dict[str, Any]
 
@@ -167,7 +169,7 @@ class _Manifest(_Form):
     ip_adapters: list[_Adapter] = []
     generate: Said = Said()
     few_steps: Said = Said()
-    refiner: str | None = None
+    refiner: Refiner | None = None
     left_out: tuple[str, ...] | None = None
 
 

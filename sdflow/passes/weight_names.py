@@ -115,8 +115,8 @@ def fold_weights(model: Any, folder: Path, keys: Container[str]) -> dict[str, We
 
     folder: directory of the data file. keys: the initializers that are parameters; they keep their names. Sizes do not
     change, so the data file is edited in place with one weight in memory at a time. A weight that is used in two
-    different forms is unchanged. Returns the parameter behind each initializer and the
-    operators that moved its values, in graph order.
+    different forms is unchanged. Returns the parameter behind each initializer and the operators that moved its values,
+    in graph order.
     """
     graph = model.graph
     names = {}

@@ -27,9 +27,8 @@ class InitRequest:
     """The inputs of the workflow.
 
     model: as in a workflow; None: the base's. loras: FILE or FILE:SCALE. target: None: cpu. base: the workflow to
-    extend;
-    None: detected from the model or the first LoRA. fits: bytes of device memory to fit into; for the CPU, of its
-    memory.
+    extend; None: detected from the model or the first LoRA. fits: bytes of device memory to fit into; for the CPU, of
+    its memory.
     """
 
     out: Path

@@ -36,5 +36,9 @@ class RunOptions:
         ),
     ] = None
     on: Annotated[
-        str | None, Parameter("Run the steps on a Ray cluster: ray, or ray://HOST:PORT.", metavar="CLUSTER")
+        str | None,
+        Parameter(
+            "Run the steps on a Ray cluster: ray, or ray://HOST:PORT. --jobs then defaults to twice its cores.",
+            metavar="CLUSTER",
+        ),
     ] = None

@@ -34,8 +34,9 @@ from sdflow.store import Cache
 from sdflow.store.copying import answering, copy_entries
 from sdflow.store.records import BadRecord, Stored
 from sdflow.store.remote import RemoteSpec
-from sdflow.store.remote.archives import require_archive, to_read, to_write
+from sdflow.store.remote.archives import require_archive, to_write
 from sdflow.store.remote.down import WrongBytes
+from sdflow.store.remote.entry import OtherVersion
 from sdflow.store.remote.share import Absent, Unusable
 from sdflow.store.remote.spec import at
 from sdflow.store.signing import Signer, Untrusted
@@ -47,8 +48,7 @@ SUFFIX = ".yaml"
 @dataclass(frozen=True)
 class Exported:
     """The result of an export. structures: as in the archive's `about`. bytes: of the archive, None for a folder or
-    URL;
-    unpacked: of its content."""
+    URL; unpacked: of its content."""
 
     where: str
     structures: Sequence[dict[str, Any]]
@@ -231,8 +231,8 @@ def _description(name: str, made: _Made, records: Sequence[Record]) -> dict[str,
 def import_structures(where: str | Path, cache: Cache, trust: Sequence[str] = ()) -> Imported:
     """Import all structures from an archive, a folder or a URL into the cache, or none.
 
-    trust: signers, one of whom must have signed them. Raises UsageError for an invalid, damaged or newer archive, or
-    one with anything but structures of this sdflow's passes; CacheError if the cache is not writable.
+    trust: signers, one of whom must have signed them. Raises UsageError for an invalid or damaged archive, or one of
+    another version of sdflow's passes, or with anything but structures; CacheError if the cache is not writable.
     """
     if not cache.writable:
         raise CacheError(
@@ -244,15 +244,21 @@ def import_structures(where: str | Path, cache: Cache, trust: Sequence[str] = ()
     if "://" not in where and not Path(where).exists():
         raise UsageError("no such file or folder", where=where, remedy="Check the path.")
     try:
-        with to_read(RemoteSpec(at(where, "sdflow cache import"), trust=tuple(trust))) as place:
-            source = cache.at(place)
-            assert source.remote is not None
-            source.remote.tell = said.append
-            about, entries = source.remote.exported(stop.check)
-            _require_structures_of_ours(about, entries)
-            copied = copy_entries(source, [entry.action for entry in entries], up=False, whole=True)
-            if len(copied.new) < copied.missing:
-                raise Absent(source.remote.distrusted or "parts of them")
+        source = cache.at(RemoteSpec(at(where, "sdflow cache import"), trust=tuple(trust)))
+        assert source.remote is not None
+        source.remote.tell = said.append
+        about, entries = source.remote.exported(stop.check)
+        _require_structures_of_ours(about, entries)
+        copied = copy_entries(source, [entry.action for entry in entries], up=False, whole=True)
+        if len(copied.new) < copied.missing:
+            raise Absent(source.remote.distrusted or "parts of them")
+    except OtherVersion as error:
+        who, how = ("A newer", "Update sdflow, or export") if error.newer else ("Another", "Export")
+        raise UsageError(
+            f"{who.lower()} version of sdflow wrote it: {error}",
+            where=where,
+            remedy=f"Nothing was imported. {how} the structures again with sdflow {__version__}.",
+        ) from error
     except (Absent, Untrusted, BadRecord, WrongBytes, Unusable, CacheError) as error:
         why = error.what if isinstance(error, CacheError) else error
         what = {
@@ -270,6 +276,8 @@ def import_structures(where: str | Path, cache: Cache, trust: Sequence[str] = ()
 
 def _require_structures_of_ours(about: Mapping[str, Any], entries: Sequence[Stored]) -> None:
     for entry in entries:
+        _require_pass(about, entry.action.content.get("pass"))
+    for entry in entries:
         content = entry.action.content
         if (
             not entry.action.of_step
@@ -277,7 +285,6 @@ def _require_structures_of_ours(about: Mapping[str, Any], entries: Sequence[Stor
             or not isinstance(content.get("uses"), dict)
         ):
             raise BadRecord("it contains something other than structures")
-        _require_pass(about, content.get("pass"))
     known = about.get("architectures", [])
     maps = [each.get(part) for each in known for part in ("config", "defaults")] if _are_maps(known) else [None]
     if not _are_maps(maps):
@@ -289,13 +296,14 @@ def _are_maps(found: Any) -> bool:
 
 
 def _require_pass(about: Mapping[str, Any], named: Any) -> None:
-    """Raises BadRecord if one of sdflow's own passes has another version here: no plan would find its result."""
+    """Raises OtherVersion if one of sdflow's own passes has another version here: no plan would find its result."""
     name, version = (named.get("name"), named.get("version")) if isinstance(named, dict) else (None, None)
-    if name not in OWN | APPENDED:
+    if not isinstance(name, str) or name not in OWN | APPENDED:
         return
     here = find_pass(name, Path()).version
     if version != here:
-        raise BadRecord(
-            f"it was written by sdflow {about.get('sdflow')!s:.20} with version {version!r:.10} of {name}, but this sdflow has "
-            f"version {here} and would never use it: install that sdflow, or export again with this one"
+        raise OtherVersion(
+            f"sdflow {about.get('sdflow')!s:.20} has version {version!r:.10} of {name}, and this one version {here}, so it "
+            "would never be used",
+            newer=isinstance(version, int) and version > here,
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import PassError, TiledWarning
@@ -22,6 +23,7 @@ from sdflow.runtime.bands.memory import LEAST_BAND, band_bytes, stored_bytes
 from sdflow.runtime.bands.run import Bands
 from sdflow.runtime.blended_tiles import in_tiles
 from sdflow.runtime.sessions.dimensions import free_dimensions
+from sdflow.runtime.sessions.moving_memory import HOST_SHARE
 from sdflow.runtime.sessions.residency import HEADROOM
 from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.runtime.sessions.working_bytes import row_bytes
@@ -47,10 +49,11 @@ ALWAYS_THERE = 1 << 28
 @dataclass(frozen=True)
 class Tiling:
     """How an image is divided. pixels: rows per band, or side of a square tile. storage: device of the values between the
-    stages of bands, in torch's notation; None: blended tiles."""
+    stages of bands, in torch's notation; None: blended tiles. no_bands: why they are not bands, if memory is the reason."""
 
     pixels: int
     storage: str | None
+    no_bands: str | None = None
 
 
 def tile_pixels(config: Mapping[str, Any]) -> int:
@@ -60,12 +63,14 @@ def tile_pixels(config: Mapping[str, Any]) -> int:
 
 def tiling(half: Submodel, rows: int, columns: int, scale: int, tiles: bool | None, others: int = 0) -> Tiling | None:
     """Return how latents of this size are divided, or None to process the whole. Weights that take turns leave the device
-    as far as the run needs their room.
+    as far as the run needs their room, and sessions of bands for another size are freed.
 
     scale: pixels per latent. tiles: None: only if the whole would exceed free memory, with bands or tiles as large as
     fit; True: bands with as many pixels as the VAE's own size, or tiles of that size; False: never. others: bytes that
     others are about to take.
     """
+    if half.banded is not None and half.banded[0][:2] != (rows, columns):
+        half.banded = None
     compiled = half.static_shapes or half.profiles  # each size would be compiled, and the device's memory is unknown
     wanted = _wanted(half, rows, columns)
     if tiles is None and (compiled or wanted <= max(ALWAYS_THERE, half.reached)):
@@ -74,11 +79,7 @@ def tiling(half: Submodel, rows: int, columns: int, scale: int, tiles: bool | No
     found, needed = None, wanted
     if tiles or (tiles is None and wanted > free):
         if compiled or half.path is None or half.blends:
-            side = tile_pixels(half.config)
-            while not tiles and side // 2 >= LEAST_TILE and _wanted(half, side // scale, side // scale) > free:
-                side //= 2
-            if max(rows, columns) * scale > side:
-                found, needed = Tiling(side, None), _wanted(half, side // scale, side // scale)
+            found, needed = _tile_that_fits(half, rows, columns, scale, inf if tiles else free)
         elif bands := _own_bands(half, rows, columns, scale) if tiles else _halved_bands(rows):
             found, needed = _bands_that_fit(half, rows, columns, scale, bands, free)
     if half.residency is not None and needed > ALWAYS_THERE:
@@ -103,17 +104,36 @@ def _halved_bands(rows: int) -> list[int]:
 
 def _bands_that_fit(
     half: Submodel, rows: int, columns: int, scale: int, bands: Sequence[int], free: float
-) -> tuple[Tiling, int]:
+) -> tuple[Tiling | None, int]:
     """Return the first of these bands that fit in the free bytes of the device, and how much they take: with all values on the
-    device, else with those between stages in host memory. If nothing fits, the last."""
+    device, else with those between stages in host memory. If nothing fits, the last, or tiles if host memory is short, too."""
     model, device = half.part.model, half.place.device
+    stored = stored_bytes(half.config, rows * scale, columns * scale)
+    host = available_bytes(HOST)
+    no_host = device != HOST and stored >= HOST_SHARE * host
     needs = []
-    for storage in dict.fromkeys((device, HOST)):
-        stored = stored_bytes(half.config, rows * scale, columns * scale) if storage == device else 0
+    for storage in (device,) if no_host or device == HOST else (device, HOST):
         for band in bands:
-            needed = stored + band_bytes(model, half.config, (rows, columns), band, scale)
+            needed = band_bytes(model, half.config, (rows, columns), band, scale) + (stored if storage == device else 0)
             needs.append((Tiling(band * scale, storage), needed))
-    return next((each for each in needs if each[1] <= free), needs[-1])
+    fitting = next((each for each in needs if each[1] <= free), None)
+    if fitting is None and no_host:
+        why = f"bands would keep {spell_bytes(stored)} in host memory, of which only {spell_bytes(host)} is free"
+        return _tile_that_fits(half, rows, columns, scale, free, why)
+    return fitting or needs[-1]
+
+
+def _tile_that_fits(
+    half: Submodel, rows: int, columns: int, scale: int, free: float, no_bands: str | None = None
+) -> tuple[Tiling | None, int]:
+    """Return the largest tiles that fit in the free bytes, or the smallest, and how much a tile takes. None: the image is no
+    larger than a tile."""
+    side = tile_pixels(half.config)
+    while side // 2 >= LEAST_TILE and _wanted(half, side // scale, side // scale) > free:
+        side //= 2
+    if max(rows, columns) * scale <= side:
+        return None, _wanted(half, rows, columns)
+    return Tiling(side, None, no_bands), _wanted(half, side // scale, side // scale)
 
 
 def decode(
@@ -162,7 +182,9 @@ def _runner(
         return result
 
     chosen = tiling(half, rows, columns, scale, tiles)
-    if chosen is not None and chosen.storage is not None:
+    if chosen is None or chosen.storage is None:
+        half.banded = None
+    else:
         try:
             bands = _bands(half, given, before, size, chosen)
         except PassError as error:
@@ -175,9 +197,10 @@ def _runner(
             return chosen, bands
     if chosen is None:
         return None, run_whole
-    if tiles is None:
-        lacking = _lacking(half, rows, columns)
-        _warn(half, f"is tiled ({chosen.pixels} pixels), which changes the image slightly: {lacking}")
+    lacking = [_lacking(half, rows, columns)] if tiles is None else []
+    lacking += [] if chosen.no_bands is None else [chosen.no_bands]
+    if lacking:
+        _warn(half, f"is tiled ({chosen.pixels} pixels), which changes the image slightly: {'; '.join(lacking)}")
     sides = tuple(chosen.pixels // scale * each for each in (before, after))
     return chosen, lambda image: in_tiles(run, image, *sides)
 
@@ -187,8 +210,9 @@ def _bands(half: Submodel, given: str, factor: int, size: tuple[int, int, int], 
     Raises PassError like `decompose`."""
     rows, columns, scale = size
     key = rows, columns, chosen
-    if half.banded is None or half.banded[0] != key:
-        half.banded = None
+    kept, half.banded = half.banded, None
+    if kept is None or kept[0] != key:
+        kept = None  # its sessions hold memory
         graph = half.graph()
         (port,) = (port for port in half.part.model.ports(half.config).inputs if port.name == given)
         channels = port.axes[1]
@@ -199,8 +223,9 @@ def _bands(half: Submodel, given: str, factor: int, size: tuple[int, int, int], 
 
         assert chosen.storage is not None, "blended tiles are not bands"
         parts = decompose(graph, sizes, rows, chosen.pixels // scale)
-        half.banded = key, Bands(half, parts, chosen.storage)
-    found: Bands = half.banded[1]
+        kept = key, Bands(half, parts, chosen.storage)
+    half.banded = kept
+    found: Bands = kept[1]
     return found
 
 

@@ -129,8 +129,7 @@ def reopen_checkpoint(origin: Origin, where: str, *, digests: FileDigests) -> Ch
 
 def require_same_checkpoint(checkpoint: Checkpoint, origin: Origin, where: str) -> None:
     """Raise UsageError if a checkpoint's content differs from the manifest's."""
-    replaced = [name for name, each in origin.components.items() if each is not None]
-    if _content(checkpoint.provenance, replaced) != _content(origin.checkpoint or {}, replaced):
+    if _content(checkpoint.provenance) != _content(origin.checkpoint or {}):
         model = origin.pinned_model(where)
         also = {**origin.components, **origin.controlnets}
         others = "".join(f", {name} {reference or 'left out'}" for name, reference in also.items())
@@ -142,14 +141,8 @@ def require_same_checkpoint(checkpoint: Checkpoint, origin: Origin, where: str) 
         )
 
 
-def _content(provenance: Mapping[str, Any], replaced: Collection[str] = ()) -> dict[str, Any]:
-    """The provenance without names whose meaning may change, such as hub branches, and without files of replaced
-    components, which were not used."""
+def _content(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """The provenance without names whose meaning may change, such as hub branches."""
     kept = {key: value for key, value in provenance.items() if key not in ("revision", *_WITHIN)}
-    files = provenance.get("files", {})
-    unread = tuple(f"{component}/" for component in replaced)
-    return {
-        **kept,
-        "files": {name: sha for name, sha in files.items() if not name.startswith(unread)},
-        **{key: {name: _content(each) for name, each in provenance.get(key, {}).items()} for key in _WITHIN},
-    }
+    within = {key: {name: _content(each) for name, each in provenance.get(key, {}).items()} for key in _WITHIN}
+    return {**kept, **within}

@@ -6,22 +6,17 @@ from pathlib import Path
 
 import sdflow
 from sdflow.errors import UsageError
-from sdflow.store.layout import Layout
 
 VARIABLE = "SDFLOW_CACHE"
 
 
 def default_cache() -> Path:
-    """Return ./cache if it is an sdflow cache; inside the checkout that sdflow runs from, its `cache`; else the user's.
-    Raises UsageError if the user has no folder for caches."""
+    """Return `cache` in the checkout that sdflow runs from if the current folder is in it, else the user's. Raises
+    UsageError if the user has no folder for caches."""
     from platformdirs import user_cache_path
 
-    here = Path("cache")
-    layout = Layout(here)
-    if layout.own.is_dir() and layout.is_ours():
-        return here
     if (checkout := _checkout()) is not None:
-        return here if checkout == Path.cwd() else checkout / "cache"
+        return Path("cache") if checkout == Path.cwd() else checkout / "cache"
     users = user_cache_path("sdflow", appauthor=False)
     if not users.is_absolute():  # containers have users without a passwd entry and HOME
         raise UsageError(

@@ -27,9 +27,8 @@ KEY_VARIABLE = "SDFLOW_SIGNING_KEY"
 CERTIFICATE_VARIABLE = "SDFLOW_SIGNING_CERTIFICATE"
 SIGSTORE = "sigstore"
 """As a key: the environment's identity, as in GitHub Actions. `sigstore:IDENTITY ISSUER` names a trusted signer."""
-EARLIER = re.compile("[0-9a-f]{64}")  # Ed25519 key of an earlier sdflow, whose signatures the next release drops
 POINT = re.compile("0[23]([0-9a-f]{64}|[0-9a-f]{96}|[0-9a-f]{132})")
-SIGNER = re.compile(rf"{EARLIER.pattern}|{POINT.pattern}|sigstore:\S+ https?://\S+|.+\.(pem|pub|crt|cer)")
+SIGNER = re.compile(rf"{POINT.pattern}|sigstore:\S+ https?://\S+|.+\.(pem|pub|crt|cer)")
 """Spelling of a trusted signer: public key, Sigstore identity and issuer, or PEM file (a key, or root certificates)."""
 _CURVES = {33: "SECP256R1", 49: "SECP384R1", 67: "SECP521R1"}  # bytes of a compressed point -> curve
 MOST_FILES = 1_000  # of a folder with links, which may form a loop
@@ -58,7 +57,7 @@ def is_public_key(key: str) -> bool:
 
 
 def is_file(trusted: str) -> bool:
-    return not (EARLIER.fullmatch(trusted) or POINT.fullmatch(trusted) or trusted.startswith(f"{SIGSTORE}:"))
+    return not (POINT.fullmatch(trusted) or trusted.startswith(f"{SIGSTORE}:"))
 
 
 def make_key(path: Path) -> str:
@@ -101,7 +100,7 @@ class Signer:
         if self.key is None:
             return SIGSTORE
         from cryptography.hazmat.primitives import serialization
-        from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+        from cryptography.hazmat.primitives.asymmetric import ec
 
         where, remedy = str(self.key), f"Pass a PEM file with a P-256 private key; {_NEW_KEY}"
         try:
@@ -109,12 +108,6 @@ class Signer:
                 key = serialization.load_pem_private_key(read_input(self.key.expanduser()), None)
         except (ValueError, TypeError) as error:
             raise UsageError("contains no unencrypted private key", where=where, remedy=remedy) from error
-        if isinstance(key, ed25519.Ed25519PrivateKey):
-            raise UsageError(
-                "contains a key of an earlier sdflow (Ed25519), which OpenSSF Model Signing does not support",
-                where=where,
-                remedy=f"{_NEW_KEY.capitalize()} Those who trust the old key must trust the new one too.",
-            )
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in map(str.lower, _CURVES.values()):
             raise UsageError("contains a key of another type", where=where, remedy=remedy)
         return _spell(key.public_key())
@@ -175,8 +168,6 @@ def verify(model: Path, signature: bytes, trust: Sequence[str], trust_config: Pa
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Untrusted(f"its signature is not a Sigstore bundle ({error})") from error
     for trusted in trust:
-        if EARLIER.fullmatch(trusted):
-            continue
         pem = None if trusted.startswith(f"{SIGSTORE}:") else _pem_of(trusted)
         is_key = pem is not None and _CERTIFICATE not in pem
         own_hint = hashlib.sha256(pem).hexdigest() if pem is not None and is_key else None

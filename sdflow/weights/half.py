@@ -57,8 +57,8 @@ def to_float16(
         block, half = exact[begin : begin + _BLOCK], bits[begin : begin + _BLOCK]
         if not as_they_are:
             _cast(block, half)
-        # Doubling the bits drops the sign. Subtracting the lower limit with wraparound lets one unsigned
-        # comparison find both ends.
+        # Doubling the bits drops the sign. Subtracting the lower limit with wraparound lets one unsigned comparison
+        # find both ends.
         distance = np.add(half, half, out=doubled[: half.size])
         distance -= np.uint16(2 * (low + 1))
         suspects = _at_least(inside, distance)

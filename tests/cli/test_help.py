@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from sdflow.cli.app import app
 from sdflow.cli.help import PANELS, first_sentence
+from sdflow.families import FAMILIES
 
 GROUP: Any = typer.main.get_command(app)
 COMMANDS = {
@@ -65,3 +66,13 @@ def test_no_option_of_a_command_with_many_is_without_a_group(name: str) -> None:
 def test_a_group_has_no_name_that_no_command_takes() -> None:
     taken = {each.name for command in COMMANDS.values() for each in command.params}
     assert {each for names in PANELS.values() for each in names.split()} - taken == set()
+
+
+@pytest.mark.parametrize("command", ["generate", "query"])
+def test_an_option_of_several_families_has_the_default_of_each(command: str) -> None:
+    options = {option.name: option.help for option in COMMANDS[command].params if option.param_type_name == "option"}
+    for family in FAMILIES.values():
+        for name, parameter in family.arguments.items():
+            said = options[name]
+            assert said is not None and parameter.described in said and family.title in said
+    assert "FLUX.1: Tokens that T5 reads of a prompt. Default: 256 for -schnell" in str(options["max_sequence_length"])

@@ -389,7 +389,7 @@ def test_what_generate_does_besides_is_told(tiny_pipeline: Path, tmp_path: Path)
     (folder / "sdflow.json").unlink()
     manifest = json.loads((tiny_pipeline / "sdflow.json").read_bytes())
     said = {"reuse": {"every": 2}, "guidance_interval": {"from": 0.25}}
-    (folder / "sdflow.json").write_text(json.dumps({**manifest, "generate": said, "refiner": "../refiner"}))
+    (folder / "sdflow.json").write_text(json.dumps({**manifest, "generate": said, "refiner": "refiner"}))
     reuse, interval, refiner = exported(folder, tmp_path / "one.onnx").left_out
     assert reuse.startswith("reuse every=2,")
     assert reuse.endswith("--reuse off")

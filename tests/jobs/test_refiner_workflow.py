@@ -218,31 +218,11 @@ def test_a_bake_keeps_the_refiner(shell: Shell, built: list[Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_refiner_beside_its_base_as_earlier_folders_have_it(shell: Shell, built: list[Any]) -> None:
-    """It draws, it is baked into one folder, and one that is gone is told."""
-    earlier = shell.folder / "earlier"
-    shutil.copytree(shell.folder / "pipelines" / NAME, earlier / "base", symlinks=True)
-    (earlier / "base/refiner").rename(earlier / "base_refiner")
-    for folder in (earlier / "base", earlier / "base_refiner"):
-        for link in folder.iterdir():
-            if link.is_symlink():
-                built_in = shell.folder / "pipelines" / NAME / ("" if folder.name == "base" else "refiner")
-                target = (built_in / link.name).resolve()
-                link.unlink()
-                link.symlink_to(target)
-    manifest = earlier / "base/sdflow.json"
-    content = json.loads(manifest.read_text())
-    files = [each for each in content["files"] if not each.startswith("refiner/")]
-    manifest.write_text(json.dumps({**content, "refiner": "../base_refiner", "files": files}))
-    settings = shell.json("generate", "earlier/base", *DRAW, "--out", "of_earlier")["settings"]
-    assert settings["refiner"]["pipeline"] == f"{NAME}_refiner"
-    lora = lora_for_the_base(shell.folder / "lora.safetensors")
-    done = shell.run("bake", "--base", "earlier/base", "--lora", str(lora), "--out", "earlier/baked")
-    assert done.returncode == 0, done.stderr
-    assert read_manifest(earlier / "baked").origin.refiner == "refiner"
-    (earlier / "base_refiner").rename(earlier / "elsewhere")
-    done = shell.run("generate", "earlier/base", *DRAW)
-    assert done.returncode == 2 and "base_refiner does not exist" in done.stderr and "--refiner-start 1" in done.stderr
+def test_a_refiner_that_is_gone_is_told(shell: Shell, built: list[Any]) -> None:
+    alone = shell.folder / "alone"
+    shutil.copytree(shell.folder / "pipelines" / NAME, alone, ignore=shutil.ignore_patterns("refiner"))
+    done = shell.run("generate", "alone", *DRAW)
+    assert done.returncode == 2 and "refiner/model_index.json is missing" in done.stderr
 
 
 @pytest.mark.slow

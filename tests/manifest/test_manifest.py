@@ -220,6 +220,7 @@ def test_a_file_that_cannot_be_used_says_what_is_wrong_and_what_to_do(
         (lambda content: content.update(checkpoint={"components": [1]}), r"checkpoint.components: .*, found \[1\]"),
         (lambda content: content.update(checkpoint={"components": {"vae": 1}}), "checkpoint.components.vae: .*found 1"),
         (lambda content: content.update(family="pixart"), "family: known are stable_diffusion, .*, found 'pixart'"),
+        (lambda content: content.update(refiner="../x"), "refiner: a refiner is always in the folder refiner, found"),
         (lambda content: content.update(files=[1]), "files.0: input should be a valid string, found 1"),
         (
             lambda content: content.update(allow_pickle="no"),

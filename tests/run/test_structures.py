@@ -9,6 +9,7 @@ import venv
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from small_lora import write_lora
 from small_workflows import TESTS, Events
 from started_python import StartedPython
 
+from sdflow import __version__
 from sdflow.artifact import Action
 from sdflow.build import imported
 from sdflow.build.plan import make_plan
@@ -287,12 +289,17 @@ def _escaping(members: Members) -> bytes:
     return relisted(members, change)
 
 
-def _of_another_pass(body: dict[str, Any]) -> None:
-    body["action"]["pass"]["version"] = 99
+def _of_pass(version: int, body: dict[str, Any]) -> None:
+    body["action"]["pass"]["version"] = version
 
 
 def _bound(body: dict[str, Any]) -> None:
     del body["action"]["weights"]
+
+
+def _of_another_form(body: dict[str, Any]) -> None:
+    _of_pass(99, body)
+    _bound(body)
 
 
 LISTED = f"{FOLDER}/{LIST}"
@@ -309,10 +316,6 @@ DAMAGES: dict[str, tuple[Callable[[bytes, Members], bytes], str]] = {
     "a bomb": (lambda data, members: with_pieces(members, lambda piece: bytes(200 << 20)), "it is longer than"),
     "compressed otherwise": (lambda data, members: packed(members, zipfile.ZIP_LZMA), "other than deflate"),
     "a list that leads outside": (lambda data, members: _escaping(members), "outside the object"),
-    "a newer format": (
-        lambda data, members: packed({**members, LISTED: dump({"format": 3})}), "format 3, of a newer sdflow"
-    ),
-    "other passes": (lambda data, members: relisted(members, _of_another_pass), "with version 99 of OnnxConversion, but"),
     "what is no structure": (lambda data, members: relisted(members, _bound), "something other than structures"),
 }  # fmt: skip
 
@@ -329,6 +332,38 @@ def test_an_archive_that_is_not_whole_is_refused_and_nothing_is_imported(
         import_structures(path, cache)
     assert refused.value.remedy and "Nothing was imported" in refused.value.remedy
     assert not cache.entries() and not cache.notes.imported_architectures() and not (tmp_path / "outside").exists()
+
+
+VERSIONS: dict[str, tuple[Callable[[bytes, Members], bytes], str, str]] = {
+    "a newer format": (
+        lambda data, members: packed({**members, LISTED: dump({"format": 3})}),
+        "a newer version of sdflow wrote it: its list has format 3, and this sdflow reads format 2", "Update sdflow, or export"
+    ),
+    "newer passes": (
+        lambda data, members: relisted(members, partial(_of_pass, 99)),
+        f"a newer version of sdflow wrote it: sdflow {__version__} has version 99 of OnnxConversion", "Update sdflow, or export"
+    ),
+    "newer passes of another form": (
+        lambda data, members: relisted(members, _of_another_form),
+        "a newer version of sdflow wrote it", "Update sdflow, or export"
+    ),
+    "older passes": (
+        lambda data, members: relisted(members, partial(_of_pass, 0)), "another version of sdflow wrote it", ". Export"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("written", VERSIONS)
+def test_an_archive_of_another_version_is_not_called_damaged(machines: Machines, tmp_path: Path, written: str) -> None:
+    change, told, remedy = VERSIONS[written]
+    path = tmp_path / "other.sdflow"
+    path.write_bytes(change(machines.archive.read_bytes(), unpacked(machines.archive)))
+    cache = Cache(tmp_path / "cache")
+    with pytest.raises(UsageError) as refused:
+        import_structures(path, cache)
+    assert refused.value.what.startswith(told) and "damaged" not in str(refused.value)
+    assert f"{remedy} the structures again with sdflow {__version__}." in str(refused.value.remedy)
+    assert not cache.entries()
 
 
 def test_no_name_in_an_archive_is_taken_for_a_path(machines: Machines, tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,7 @@ from sdflow.cli.app import app
 from sdflow.errors import TiledWarning
 from sdflow.machine import memory
 from sdflow.runtime import vae
-from sdflow.runtime.bands.memory import LEAST_BAND
+from sdflow.runtime.bands.memory import LEAST_BAND, stored_bytes
 from sdflow.runtime.files.folder import folder_family, onnx_submodels, submodel_config
 from sdflow.runtime.memory_limit import MOST_SIDES, drawing_bytes, most_pixels
 from sdflow.runtime.pipeline import Pipeline
@@ -143,7 +145,9 @@ def test_where_memory_is_short_the_decoder_gives_the_same_image_in_bands_and_say
     assert 0 < (banded - whole).abs().max() < 1e-5
 
 
-def test_bands_are_as_large_as_fits_and_store_on_the_device_what_fits(tiny_pipeline: Path) -> None:
+def test_bands_are_as_large_as_fits_and_store_on_the_device_what_fits(
+    tiny_pipeline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pipeline = Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False)
     decoder = pipeline.submodels["vae_decoder"]
     bands = vae._halved_bands(128)
@@ -152,8 +156,53 @@ def test_bands_are_as_large_as_fits_and_store_on_the_device_what_fits(tiny_pipel
     assert sizes[0] == 8 * LEAST_BAND and sizes == sorted(sizes) and sizes[-1] == 512
     assert all(needed <= free for (_, needed), free in zip(found[1:], (2**29, 2**30, 2**40), strict=True))
     on_cuda: Any = SimpleNamespace(part=decoder.part, config=decoder.config, place=SimpleNamespace(device="cuda"))
-    stored = [vae._bands_that_fit(on_cuda, 128, 128, 8, bands, free)[0].storage for free in (2**24, 2**40)]
-    assert stored == ["cpu", "cuda"]
+    stored = stored_bytes(decoder.config, 1024, 1024)
+    for host, free, storage in ((2 * stored + 2, 2**24, "cpu"), (2 * stored, 2**24, None), (0, 2**40, "cuda")):
+        monkeypatch.setattr(vae, "available_bytes", lambda device, host=host: host)
+        chosen, _ = vae._bands_that_fit(on_cuda, 128, 128, 8, bands, free)
+        assert chosen is not None and chosen.storage == storage
+
+
+def test_bands_that_neither_memory_holds_are_tiles_and_a_warning_says_so(
+    tiny_pipeline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Page-locked memory is not swapped: taking more than there is ends the process, or others."""
+    pipeline = Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False)
+    latents = torch.randn(pipeline.latents_shape(1, 384, 640), generator=torch.Generator().manual_seed(3))
+    whole = pipeline.decode(latents)
+    device = "cpu:0"  # torch's other name of the CPU stands for a device with memory of its own
+    for tiles in (None, True):
+        short = Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False, vae_tiles=tiles)
+        decoder = short.submodels["vae_decoder"]
+        decoder.place = replace(decoder.place, device=device)
+        monkeypatch.setattr(vae, "ALWAYS_THERE", 0)
+        monkeypatch.setattr(vae, "available_bytes", lambda asked: 2**20 if asked == device else 2**22)
+        with pytest.warns(TiledWarning, match=r"is tiled \(\d+ pixels\), .*bands would keep .* only 4.19 MB is free"):
+            tiled = short.decode(latents)
+        assert tiled.shape == whole.shape and 1e-3 < (tiled - whole).abs().max() < 1
+
+
+def test_sessions_of_bands_are_freed_for_another_size_and_once_none_are_needed(
+    tiny_pipeline: Path, short: Callable[[int], None]
+) -> None:
+    pipeline = Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False)
+    decoder = pipeline.submodels["vae_decoder"]
+
+    def bands_after(height: int) -> weakref.ref[Any] | None:
+        pipeline.decode(torch.zeros(pipeline.latents_shape(1, height, 256)))
+        return None if decoder.banded is None else weakref.ref(decoder.banded[1])
+
+    short(2**20)
+    with warnings.catch_warnings(action="ignore", category=TiledWarning):
+        first, again, other = bands_after(192), bands_after(192), bands_after(256)
+        assert first is again is not None and first() is None, "another size has other sessions"
+        assert other is not None and other() is not None
+        assert vae.tiling(decoder, 24, 32, pipeline.latents.scale, None) is not None
+        assert other() is None, "before a denoiser for the next size takes its memory"
+        last = bands_after(256)
+        assert last is not None and last() is not None
+        short(2**40)
+        assert bands_after(256) is None and last() is None
 
 
 def test_on_cuda_a_decoder_is_not_tiled_where_its_measured_memory_is_free(tiny_pipeline: Path) -> None:

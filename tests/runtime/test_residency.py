@@ -184,7 +184,7 @@ def test_a_decoder_evicts_what_it_needs_and_works_in_bands_only_if_all_would_not
             assert device.free() == HEADROOM + 5 * MB
         half: Any = SimpleNamespace(
             part=part, config=config, place=SimpleNamespace(device="cuda"), residency=places, reached=0,
-            static_shapes=False, profiles=False, path=Path("model.onnx"), blends=False,
+            static_shapes=False, profiles=False, path=Path("model.onnx"), blends=False, banded=None,
         )  # fmt: skip
         found = vae.tiling(half, 128, 128, 8, tiles), weights.missing
         device.maps.clear()

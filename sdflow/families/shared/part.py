@@ -95,10 +95,10 @@ class Part:
 class Companion:
     """A tokenizer, scheduler or feature extractor that accompanies the graphs.
 
-    library, class_name: what loads it; class_name None: named by its config. module: the library's that defines the class; "":
-    the library itself. file: required in its folder. parts: present only
-    with one of these parts; empty: always. shipped: sdflow ships the published one for weights-only files; otherwise it ships
-    a stand-in for random weights only.
+    library, class_name: what loads it; class_name None: named by its config. module: the library's that defines the
+    class; "": the library itself. file: required in its folder. parts: present only with one of these parts; empty:
+    always. shipped: sdflow ships the published one for weights-only files; otherwise it ships a stand-in for random
+    weights only.
     """
 
     library: str

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Control:
     """A control image. image: any form diffusers accepts, or pixels in [0, 1]. scale: factor of the net's outputs.
-    start,
-    end: fractions of the steps between which it applies."""
+    start, end: fractions of the steps between which it applies."""
 
     image: Any
     scale: float = 1.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -52,16 +51,12 @@ def folder_family(folder: Path) -> Family:
 
 
 def refiner_of(folder: Path) -> Path | None:
-    """Return the pipeline folder of its refiner as recorded in sdflow.json, inside or next to the folder; None without
-    one.
-
-    Raises UsageError if it does not exist.
-    """
+    """Return the pipeline folder of its refiner, as recorded in sdflow.json; None without one. Raises UsageError if it
+    does not exist."""
     refiner = read_manifest(folder).origin.refiner if (folder / MANIFEST_FILE).exists() else None
     if refiner is None:
         return None
-    # Lexically, not through links: `..` is the folder that contains this one.
-    found = folder / refiner if ".." not in Path(refiner).parts else Path(os.path.normpath(folder.resolve() / refiner))
+    found = folder / refiner
     if not found.is_dir():
         raise UsageError(f"its refiner {found} does not exist", where=str(folder), remedy=DAMAGED)
     return found

@@ -81,8 +81,8 @@ class ServedPipeline:
         loras: bool = False,
     ) -> ServedPipeline:
         """Load a pipeline folder for its target. embeddings: textual inversion files. gpu_share: fraction of the GPU's
-        memory that this process may use, for the target cuda; None: all. loras: whether
-        requests may choose LoRAs. Raises like `Pipeline.load`."""
+        memory that this process may use, for the target cuda; None: all. loras: whether requests may choose LoRAs.
+        Raises like `Pipeline.load`."""
         origin = read_manifest(folder).origin
         target = find_target(origin.target, str(folder / MANIFEST_FILE))
         recorded, family = recorded_tuning(folder, target).tuning, folder_family(folder)

@@ -21,10 +21,19 @@ from sdflow.store.records import BadRecord, Stored, dump, load, load_action
 MOST = 4 << 20  # bytes of a piece: resent when a connection breaks, and held in memory by readers
 SMALL, TOGETHER = 128 << 10, 1 << 20  # smaller tensors share a piece with their neighbors, up to this many bytes
 Cuts = Callable[[Path], Mapping[str, Sequence[int]]]  # artifact folder -> byte offsets of tensors in its files
-MOST_OF_ENTRY = 2 << 20  # bytes of an action file with signatures; real ones have a few thousand
+MOST_OF_ENTRY = 2 << 20  # bytes of an action file; real ones have a few thousand
 MOST_OF_MANIFEST = 8 << 20  # bytes: 100,000 pieces, which is 100 GB and more
+LIST_FORMAT = 2
 LIST = "structures.json"  # index written by `sdflow cache export`: actions, and JSON about them
 _HEX = frozenset("0123456789abcdef")
+
+
+class OtherVersion(Exception):
+    """Another version of sdflow wrote it, and this one cannot use it. newer: whether that is a newer one."""
+
+    def __init__(self, what: str, *, newer: bool) -> None:
+        super().__init__(what)
+        self.newer = newer
 
 
 @dataclass(frozen=True)
@@ -59,14 +68,18 @@ def object_path(digest: str) -> str:
 
 
 def dump_list(about: Mapping[str, Any], actions: Sequence[str]) -> bytes:
-    return dump({"format": 2, "about": about, "actions": [*actions]})
+    return dump({"format": LIST_FORMAT, "about": about, "actions": [*actions]})
 
 
 def read_list(data: bytes) -> tuple[Mapping[str, Any], list[str]]:
-    """Return the JSON about the exported actions, and their digests. Raises BadRecord."""
+    """Return the JSON about the exported actions, and their digests. Raises OtherVersion, BadRecord."""
     body = load(data)
-    if body.get("format") != 2:
-        raise BadRecord(f"it has the format {body.get('format')!r:.20}, of a newer sdflow")
+    written = body.get("format")
+    if written != LIST_FORMAT:
+        newer = isinstance(written, int) and written > LIST_FORMAT
+        raise OtherVersion(
+            f"its list has format {written!r:.20}, and this sdflow reads format {LIST_FORMAT}", newer=newer
+        )
     about, actions = body.get("about"), body.get("actions")
     if not isinstance(about, dict) or not isinstance(actions, list) or not all(map(is_digest, actions)):
         raise BadRecord("it lists no structures")

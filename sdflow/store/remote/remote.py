@@ -82,7 +82,8 @@ class Remote:
         return self._known.get(digest)
 
     def exported(self, meanwhile: Callable[[], None] = lambda: None) -> tuple[Mapping[str, Any], list[Stored]]:
-        """Return what `export` wrote: the JSON, and the entries. Raises Absent, WrongBytes, Unusable, Untrusted."""
+        """Return what `export` wrote: the JSON, and the entries. Raises Absent, WrongBytes, Unusable, Untrusted,
+        OtherVersion."""
         about, digests = self._read(form.LIST, form.MOST_OF_MANIFEST, form.read_list, meanwhile, signed=True)
         found = []
         for digest in digests:
@@ -144,11 +145,8 @@ class Remote:
         data, trust = read(path, limit), self.spec.trust
         try:
             found = parse(data)
-            if signed and trust and require_signed(data, trust, lambda: read(signature_path(data), MOST_OF_SIGNATURE)):
-                self._say(
-                    f"{self.spec.shown} has signatures of an earlier sdflow, which the next one does not read: push again with "
-                    "a key of `sdflow cache key`, and name that in trust"
-                )
+            if signed and trust:
+                require_signed(data, trust, lambda: read(signature_path(data), MOST_OF_SIGNATURE))
         except BadRecord as error:
             raise WrongBytes(path, data, str(error)) from error
         return found

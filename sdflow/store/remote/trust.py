@@ -7,25 +7,22 @@ The signature covers the action file, whose tree digest covers every byte of the
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from sdflow.digest import canonical_json
 from sdflow.machine.packages import EXTRAS, missing
 from sdflow.store.records import BadRecord, dump, load
 from sdflow.store.remote.share import Absent, Found, Lines, Share
-from sdflow.store.signing import EARLIER, Signer, Untrusted, is_public_key, verify_data
+from sdflow.store.signing import Signer, Untrusted, is_public_key, verify_data
 
 FOLDER = "verified"
 SIGNATURES = "signatures"
 _NAME = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})\.[0-9a-f]{16}\.json(\.sig)?")
 _MOST = 64  # claims read per object, and versions per claim
 MOST_OF_CLAIM = MOST_OF_SIGNATURE = 64 << 10  # bytes; a signature with a certificate chain has a few thousand
-MOST_SIGNATURES = 16  # per record of an earlier sdflow: checks take time, and any writer to the remote can add some
 
 
 def signature_path(data: bytes) -> str:
@@ -33,54 +30,25 @@ def signature_path(data: bytes) -> str:
     return f"{SIGNATURES}/{digest[:2]}/{digest}.sig"
 
 
-def require_signed(data: bytes, trust: Sequence[str], read: Callable[[], bytes]) -> bool:
-    """Raise Untrusted unless a trusted signer signed the record, or BadRecord. read: returns its signature or raises
-    Absent. Returns whether the signature is in an earlier sdflow's format."""
-    if _signed_earlier(data, trust):
-        return True
+def require_signed(data: bytes, trust: Sequence[str], read: Callable[[], bytes]) -> None:
+    """Raise Untrusted unless a trusted signer signed the record. read: returns its signature or raises Absent."""
     try:
         verify_data(data, read(), trust)
     except Absent as error:
         raise Untrusted("it is not signed") from error
-    return False
 
 
 def is_signed(data: bytes, signature: bytes | None, trust: Sequence[str]) -> bool:
     """Return whether a record is valid and signed by a trusted signer; without `trust`, by anyone, unchecked."""
+    if signature is None:
+        return False
     try:
         load(data)
-        if signature is None:
-            return _signed_earlier(data, trust) is not None if trust else bool(_earlier(data))
         if trust:
             verify_data(data, signature, trust)
     except (BadRecord, Untrusted):
         return False
     return True
-
-
-def _signed_earlier(data: bytes, trust: Sequence[str]) -> str | None:
-    """Return the key of `trust` that signed a record in an earlier sdflow's format: Ed25519, embedded in the record."""
-    content = canonical_json(load(data))
-    for key, signature in _earlier(data):
-        if key in trust and EARLIER.fullmatch(key):
-            from cryptography.exceptions import InvalidSignature
-            from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-
-            with suppress(InvalidSignature, ValueError):
-                Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)).verify(bytes.fromhex(signature), content)
-                return key
-    return None
-
-
-def _earlier(data: bytes) -> list[tuple[str, str]]:
-    """Return the keys and signatures embedded in a record, unchecked. Raises BadRecord if there are too many."""
-    given = json.loads(data).get(SIGNATURES)
-    if not isinstance(given, list):
-        return []
-    if len(given) > MOST_SIGNATURES:
-        raise BadRecord(f"it has {len(given):,} signatures, and at most {MOST_SIGNATURES} are checked")
-    pairs = [(each.get("key"), each.get("signature")) for each in given if isinstance(each, dict)]
-    return [(key, signature) for key, signature in pairs if isinstance(key, str) and isinstance(signature, str)]
 
 
 @dataclass(frozen=True)
@@ -159,15 +127,12 @@ def read_claim(data: bytes, signature: bytes | None, object_digest: str, trust: 
     texts = [level, target, *versions, *versions.values()]
     if not all(isinstance(text, str) and len(text) < 100 and text.isprintable() for text in texts):
         raise BadRecord("it says nothing that can be shown")
-    earlier = [each for each, _ in _earlier(data)]
-    if (earlier or signature is not None) and missing(*EXTRAS["sign"]):
+    if signature is not None and missing(*EXTRAS["sign"]):
         raise Untrusted("its signature cannot be checked on this machine")
     signer = None
     if signature is not None:
         own = [key] if isinstance(key, str) and is_public_key(key) else []
         signer = verify_data(data, signature, [*trust, *own])
-    elif earlier:
-        signer = _signed_earlier(data, trust) or _signed_earlier(data, earlier)
-    if signer is None and (earlier or key is not None):
-        raise Untrusted("its signature is invalid")
+    elif key is not None:
+        raise Untrusted("it names a key and has no signature")
     return Claim(str(level), str(target), versions, signer, trusted=signer in trust)

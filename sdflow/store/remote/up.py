@@ -118,7 +118,7 @@ def _cut(
 
 
 def _there(share: Share, path: str) -> tuple[bytes, bytes | None] | None:
-    """Return the remote's action file and its signature (None: unsigned or in an earlier format); None if missing."""
+    """Return the remote's action file and its signature (None: unsigned); None if missing."""
     with suppress(Absent, TooLong):
         data = share.read(path, form.MOST_OF_ENTRY)
         with suppress(Absent, TooLong):

@@ -19,8 +19,7 @@ class JudgeRequest:
     modules: the PyTorch models, for roundings in several ways. recipes: the structures that the weights were bound to;
     unproved: why a submodel has none. allow_fallback: missing kernels are only warnings. quantized: `to` and `limit` of
     each submodel that sdflow.json lists as quantized. tuning: the choice of `sdflow tune` for run_on. memory: limit in
-    bytes;
-    None: this machine's. most: submodel -> limit in bytes for its weights in memory, if verified block by block.
+    bytes; None: this machine's. most: submodel -> limit in bytes for its weights in memory, if verified block by block.
     """
 
     family: str

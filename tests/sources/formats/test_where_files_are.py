@@ -92,16 +92,3 @@ def test_of_a_replaced_component_only_the_configuration_is_fetched() -> None:
     names = ["model_index.json", "transformer/config.json", "transformer/diffusion_pytorch_model.safetensors", "vae/config.json",
              "vae/diffusion_pytorch_model.safetensors"]  # fmt: skip
     assert needed_files(names, replaced={"transformer"}) == sorted(set(names) - {names[2]})
-
-
-def test_a_manifest_that_lists_the_files_of_a_replaced_component_is_still_of_the_same_model(tmp_path: Path) -> None:
-    """As earlier versions wrote it."""
-    load_pipeline(opened("synthetic:sd15-tiny")).save_pretrained(tmp_path / "model")
-    components = {"unet": "synthetic:sd15-tiny?seed=2"}
-    found = opened(str(tmp_path / "model"), components=components)
-    before = {
-        **found.provenance,
-        "files": {**found.provenance["files"], "unet/diffusion_pytorch_model.safetensors": "0"},
-    }
-    origin = Origin("x", "cpu", str(tmp_path / "model"), before, components=components)
-    assert reopen_checkpoint(origin, "x", digests=PlainDigests()).submodels == found.submodels

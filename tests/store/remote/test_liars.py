@@ -5,7 +5,6 @@ Some lies of each sort, about actions or pieces; `tests/campaigns/test_lying_rem
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from sdflow.store.remote import RemoteSpec, reading
 from sdflow.store.remote.share import Share, Unusable
 
-from .lies import TIMEOUT, Lies, deceived, lying, make_action, require_harmless
+from .lies import TIMEOUT, Lies, deceived, lying, require_harmless
 
 pytest.importorskip("aiohttp", reason="pip install -e '.[test]'")
 CASES = (
@@ -134,20 +133,6 @@ def test_a_folder_of_a_share_that_links_above_itself_is_listed_once(tmp_path: Pa
     (folder / "x.json").write_text("x")
     (folder / "up").symlink_to(tmp_path)
     assert [file.path for file in Share(RemoteSpec(str(tmp_path))).list("actions")] == ["actions/x.json"]
-
-
-@pytest.mark.parametrize("count", [17, 50_000])
-def test_an_entry_of_an_earlier_sdflow_with_thousands_of_signatures_is_wrong(count: int, tmp_path: Path) -> None:
-    pytest.importorskip("model_signing", reason="pip install -e '.[test]'")
-    key = "0" * 64
-    with lying(tmp_path) as lies:
-        entry = tmp_path / f"shared/sdflow-v1/actions/{make_action('one').digest[:2]}/{make_action('one').digest}.json"
-        false = [{"key": key, "signature": f"{number:0128x}"} for number in range(count)]
-        entry.write_text(json.dumps({**json.loads(entry.read_text()), "signatures": false}))
-        (found,) = deceived(lies, tmp_path, [("honest", "nothing")], trust=[key])
-    require_harmless("signatures", "an action", found)
-    (told,) = found["told"]
-    assert ("signatures, and at most 16 are checked" if count < 5000 else "it is longer than") in told
 
 
 @pytest.fixture(scope="module")

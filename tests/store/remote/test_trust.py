@@ -186,13 +186,13 @@ def test_a_key_is_its_owners_and_overwrites_nothing(folder: Path, key: str) -> N
 
 def test_a_key_that_is_none_is_told(folder: Path) -> None:
     (folder / "text").write_text("no key")
-    (folder / "earlier").write_bytes(
+    (folder / "ed25519").write_bytes(
         Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     )
     for name, said in (
         ("text", "no unencrypted private key"),
         ("missing", "cannot be read"),
-        ("earlier", "key of an earlier sdflow"),
+        ("ed25519", "key of another type"),
     ):
         with pytest.raises(UsageError, match=said):
             signer_from_environment({"SDFLOW_SIGNING_KEY": str(folder / name)})
