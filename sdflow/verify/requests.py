@@ -47,6 +47,7 @@ def judge_request(
         submodels=built.submodels,
         reference=Path(),
         out=out,
+        digests=built.digests,
         modules=[torch_module(subject, name) for name in built.submodels],
         recipes=[_recipes(subject, name, path) for name, path in built.structures.items()],
         unproved=built.unproved,

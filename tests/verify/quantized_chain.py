@@ -46,9 +46,10 @@ class Built:
         bind(BindRequest(self.submodel, self.structure, self.checkpoint.submodels[self.submodel].load, loras), out)
         return out
 
-    def proof(self, folder: Path, structure: Path | None = None) -> Proof:
+    def proof(self, folder: Path, structure: Path | None = None, most: int | None = None) -> Proof:
         bound = BoundModel(folder, self.checkpoint.submodels[self.submodel].load)
-        return prove(RecipeCheck(self.submodel, structure or self.structure, bound), self.cases, threads=1)
+        check = RecipeCheck(self.submodel, structure or self.structure, bound)
+        return prove(check, self.cases, threads=1, most=most)
 
     def verdict(self, folder: Path, stated: float | None) -> SubmodelVerdict:
         return judge_submodel(self.submodel, open_graph(folder, self.target, threads=1), self.cases, stated)

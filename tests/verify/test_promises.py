@@ -207,6 +207,19 @@ def test_a_flipped_byte(folder: Path) -> None:
     assert_told(check_promises(folder), broken("digest", *UNET_DATA, "other bytes", "another model.onnx"))
 
 
+def test_weights_that_were_compared_are_not_read_again(folder: Path) -> None:
+    """A digest of the files as they are, and not another one, stands for reading them."""
+    path, built = folder / "unet" / "model.onnx.data", artifact_of(folder / "unet").digest
+    content = bytearray(path.read_bytes())
+    content[1000] ^= 1
+    path.write_bytes(content)
+    assert check_promises(folder, compared={"unet": built}) == []
+    changed = {"unet": artifact_of(folder / "unet").digest, "vae_decoder": built}
+    assert_told(check_promises(folder, compared=changed), broken("digest", *UNET_DATA, "other bytes"))
+    (folder / "unet" / "config.json").write_text("{}")
+    assert any(each.node == "config.json" for each in check_promises(folder, compared={"unet": built}))
+
+
 @pytest.mark.parametrize("name", ["another", "main_grapn"], ids=["of another size", "of the same size"])
 def test_a_stale_graph_beside_new_weights(folder: Path, name: str) -> None:
     path = folder / "vae_decoder" / "model.onnx"

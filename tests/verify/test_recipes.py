@@ -17,7 +17,8 @@ from sdflow.onnx_model.files import data_span, is_external
 from sdflow.onnx_model.stub import is_stub
 from sdflow.store import Cache
 from sdflow.verify.artifact.recipes import check_recipes, structure_of
-from sdflow.verify.artifact.stored import OTHER_VALUES, BoundModel, rounded
+from sdflow.verify.artifact.stored import OTHER_VALUES, BoundModel
+from sdflow.verify.artifact.unrounded import rounded
 from sdflow.weights.bind import BindRequest, bind
 from sdflow.weights.half import to_float16
 from sdflow.weights.recipe import Float16, Recipe, Reshape, Transpose

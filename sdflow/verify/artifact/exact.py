@@ -41,7 +41,7 @@ from sdflow.verify.artifact.graph import (
 )
 from sdflow.verify.artifact.quantized import take_out
 from sdflow.verify.artifact.recipes import REMEDY, RecipeCheck, check_recipes
-from sdflow.verify.artifact.stored import exact_weights
+from sdflow.verify.artifact.stored import ExactWeights, StoredWeights, ahead
 from sdflow.verify.finding import Finding
 from sdflow.verify.lowering import PieceSession, lower, session_of
 from sdflow.verify.lowering.builder import BFLOAT16, FLOAT, FLOAT16, HALVES
@@ -83,30 +83,41 @@ def prove(check: RecipeCheck, cases: Cases, *, threads: int | None = None, most:
     Raises VerificationError if there is no graph or it cannot be lowered.
     """
     model = read_graph(check.bound.folder / MODEL_FILE)
-    rounded = {tensor.name for tensor in model.graph.initializer if tensor.data_type in HALVES}
-    quantized = quantized_graph(model) is not None
-    changed = bool(rounded) or quantized
-    weights = check_recipes(check.structure, check.submodel, check.bound, keep=changed and most is None)
-    proof = Proof(weights.findings, weights.count)
-    if not changed:
-        return proof
-    if weights.exact is None:
-        return replace(proof, missing=DAMAGED)
-    if quantized:
+    exact_too = quantized_graph(model) is not None or any(
+        tensor.data_type in HALVES for tensor in model.graph.initializer
+    )
+    proofs: list[Proof] = []
+
+    def run(weights: StoredWeights) -> None:
+        if exact_too:
+            proofs.append(_exact_run(check, model, weights, cases, threads, most))
+
+    checked = check_recipes(check.structure, check.submodel, check.bound, run)
+    if checked.damaged or not exact_too:
+        return Proof(checked.findings, checked.count, missing=DAMAGED if exact_too else "")
+    (proof,) = proofs
+    return replace(proof, findings=[*checked.findings, *proof.findings], weights=checked.count)
+
+
+def _exact_run(
+    check: RecipeCheck, model: Any, weights: StoredWeights, cases: Cases, threads: int | None, most: int | None
+) -> Proof:
+    """The graph without roundings or quantization against PyTorch. Changes `model`."""
+    changed = {tensor.name for tensor in model.graph.initializer if tensor.data_type in HALVES}
+    proof = Proof((), 0)
+    if quantized_graph(model) is not None:
         taken, wrong = take_out(model, weights.recipes)
         found = [Finding(check.submodel, "recipe", "error", MODEL_FILE, what, REMEDY) for what in wrong]
-        proof = replace(proof, findings=[*proof.findings, *found])
+        proof = replace(proof, findings=found)
         if wrong or quantized_graph(model) is not None:
             return replace(proof, missing=STILL_QUANTIZED)
-        rounded.update(taken)
+        changed.update(taken)
+    names = [name for name in weights.changed if name in changed]
     if most is None:
-        exact = {name: values for name, values in weights.exact.items() if name in rounded}
-        del weights  # it would keep alive what _first_block frees
-        return _proof(check, model, exact, cases, proof, threads, most)
-    recipes = {name: recipe for name, recipe in weights.recipes.items() if name in rounded}
-    with exact_weights(check.submodel, recipes, weights.parameters, check.bound) as each:
-        own: Exact = ChainMap({}, each)  # type: ignore[arg-type]  # additions go into the first map
-        return _proof(check, model, own, cases, proof, threads, most)
+        exact: Exact = dict(zip(names, ahead(weights.exact, names), strict=True))
+    else:
+        exact = ChainMap({}, ExactWeights(weights, names))  # type: ignore[arg-type]  # additions go into the first map
+    return _proof(check, model, exact, cases, proof, threads, most)
 
 
 def _proof(

@@ -263,7 +263,8 @@ class Desk:
                 found += fits_elsewhere(graph, target, submodel, read=outputs)
         if request.allow_fallback:
             found = [replace(each, level="warning") if each.level == "error" else each for each in found]
-        promises = check_promises(request.folder, target, family=self.family)
+        compared = {name: request.digests[name] for name, proof in self.proofs.items() if not errors(proof.findings)}
+        promises = check_promises(request.folder, target, family=self.family, compared=compared)
         return [*found, *(each for each in promises if each.submodel in request.submodels)]
 
     def overflows(self) -> dict[str, Overflow]:

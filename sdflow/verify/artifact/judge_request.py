@@ -16,10 +16,11 @@ class JudgeRequest:
     """What to compare, and how.
 
     folder: an assembled pipeline of the named family. reference: folder of the reference's results. out: for PNGs.
-    modules: the PyTorch models, for roundings in several ways. recipes: the structures that the weights were bound to;
-    unproved: why a submodel has none. allow_fallback: missing kernels are only warnings. quantized: `to` and `limit` of
-    each submodel that sdflow.json lists as quantized. tuning: the choice of `sdflow tune` for run_on. memory: limit in
-    bytes; None: this machine's. most: submodel -> limit in bytes for its weights in memory, if verified block by block.
+    digests: submodel -> digest of its actual files. modules: the PyTorch models, for roundings in several ways. recipes:
+    the structures that the weights were bound to; unproved: why a submodel has none. allow_fallback: missing kernels are
+    only warnings. quantized: `to` and `limit` of each submodel that sdflow.json lists as quantized. tuning: the choice of
+    `sdflow tune` for run_on. memory: limit in bytes; None: this machine's. most: submodel -> limit in bytes for its
+    weights in memory, if verified block by block.
     """
 
     family: str
@@ -30,6 +31,7 @@ class JudgeRequest:
     submodels: Sequence[str]
     reference: Path
     out: Path
+    digests: Mapping[str, str] = field(default_factory=dict)
     modules: Sequence[TorchModule] = ()
     recipes: Sequence[RecipeCheck] = ()
     unproved: Mapping[str, str] = field(default_factory=dict)

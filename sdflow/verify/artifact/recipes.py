@@ -7,21 +7,18 @@ wrong but well-formed shows in weights bound before the damage, or in the compar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from numpy.typing import NDArray
 
 from sdflow.artifact import MODEL_FILE
-from sdflow.errors import CheckpointError, PassError
+from sdflow.errors import PassError
 from sdflow.manifest import Chain
 from sdflow.onnx_model.reading import load_graph
 from sdflow.passes.bind_weights import BindWeights
 from sdflow.store.layout import Layout
 from sdflow.store.records import BadRecord, load_action, read_record
-from sdflow.verify.artifact.stored import BoundModel, stored_weights
+from sdflow.verify.artifact.stored import BoundModel, CannotCompute, StoredWeights, stored_weights
 from sdflow.verify.finding import Finding, Level
 from sdflow.weights.recipe import Bfloat16, Blockwise, Float16, Recipe, Scales, SumAlong, params
 from sdflow.weights.structure import read_parameters, read_recipe
@@ -62,35 +59,37 @@ def structure_of(chain: Chain | None, cache: Path) -> Path | None:
 
 
 @dataclass(frozen=True)
-class Weights:
-    """The results of a structure's recipes for a bound model.
+class Checked:
+    """The result of checking a structure's recipes and a model bound with them.
 
-    findings: on recipes and stored weights. count: number of weights recomputed. exact: values of weights stored in
-    float16 or quantized, before rounding; None if a recipe is damaged. recipes: the structure's, by weight name.
-    parameters: shapes of the parameters that they read.
+    findings: on recipes and stored weights. count: number of weights recomputed. damaged: a recipe or parameter cannot be
+    read, so that weights were not all compared.
     """
 
     findings: list[Finding]
     count: int = 0
-    exact: Mapping[str, NDArray[Any]] | None = None
-    recipes: Mapping[str, Recipe] = field(default_factory=dict)
-    parameters: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    damaged: bool = False
 
 
-def check_recipes(structure: Path, submodel: str, bound: BoundModel | None = None, *, keep: bool = False) -> Weights:
+def check_recipes(
+    structure: Path,
+    submodel: str,
+    bound: BoundModel | None = None,
+    use: Callable[[StoredWeights], None] = lambda weights: None,
+) -> Checked:
     """Check the recipes of a structure, and every tensor of `bound`, which was made with them.
 
-    structure: a directory written by passes without weights. keep: keep the exact values. Memory: the largest tensor,
-    or all of them in float32.
+    structure: a directory written by passes without weights. use: gets the weights first, and may compute exact ones;
+    those that it does not compute are compared after it.
     """
     where = str(structure / MODEL_FILE)
     try:
         parameters = read_parameters(structure)
         model = load_graph(structure / MODEL_FILE)
     except PassError as error:
-        return Weights([Finding(submodel, "recipe", "error", "parameters.json", error.what, REMEDY)])
+        return Checked([Finding(submodel, "recipe", "error", "parameters.json", error.what, REMEDY)], damaged=True)
     except FileNotFoundError:
-        return Weights([Finding(submodel, "recipe", "error", MODEL_FILE, "is missing", REMEDY)])
+        return Checked([Finding(submodel, "recipe", "error", MODEL_FILE, "is missing", REMEDY)], damaged=True)
     found: list[Finding] = []
     recipes: dict[str, Recipe] = {}
     for tensor in model.graph.initializer:
@@ -104,21 +103,19 @@ def check_recipes(structure: Path, submodel: str, bound: BoundModel | None = Non
     damaged = bool(found)
     found += _assignment(submodel, parameters, recipes)
     if bound is None or damaged:
-        return Weights(found)
-    exact: dict[str, NDArray[Any]] = {}
-    name, count = "", 0
+        return Checked(found, damaged=damaged)
+    opened: list[StoredWeights] = []
+    failed: dict[str, str] = {}
     try:
-        for each in stored_weights(submodel, structure, recipes, parameters, bound):
-            name = each.name
-            count += name in recipes
-            if each.problem:
-                found.append(Finding(submodel, "recipe", "error", name, each.problem, REMEDY))
-            if keep and each.exact is not None:
-                exact[name] = each.exact
-    except (CheckpointError, PassError, OSError, ValueError) as error:
-        found.append(Finding(submodel, "recipe", "error", name, f"cannot be computed again: {error}", REMEDY))
-        return Weights(found, count)
-    return Weights(found, count, exact, recipes, parameters)
+        with stored_weights(submodel, structure, recipes, parameters, bound) as weights:
+            opened.append(weights)
+            use(weights)
+            weights.compare()
+    except CannotCompute as error:
+        failed[error.name] = str(error)
+    problems = {name: what for each in opened for name, what in each.problems.items()} | failed
+    found += (Finding(submodel, "recipe", "error", name, what, REMEDY) for name, what in problems.items())
+    return Checked(found, sum(each.count for each in opened), bool(failed))
 
 
 def _assignment(

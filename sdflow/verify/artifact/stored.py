@@ -1,8 +1,4 @@
-"""Compare the weights of a bound model with their recipes: before rounding, and rounded by torch.
-
-Rounding commutes with operations that only move values. So a recipe is evaluated once in float32 and its result rounded
-here, independently of the code under test (`sdflow.weights.half`).
-"""
+"""Compare the weights of a bound model with their recipes, each when its exact values are computed."""
 
 from __future__ import annotations
 
@@ -10,46 +6,36 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sdflow.artifact import MODEL_FILE
+from sdflow.errors import CheckpointError, PassError
 from sdflow.families import DEFAULT
 from sdflow.onnx_model.facts import subgraphs
 from sdflow.onnx_model.files import data_span, is_external, raw_values
 from sdflow.verify.artifact.blocks_again import blocks_again, one_thread
 from sdflow.verify.artifact.quantized import again
-from sdflow.weights.evaluate import evaluate
+from sdflow.verify.artifact.unrounded import rounding_of, rounds, unrounded_values
 from sdflow.weights.lora import LoraInput, Merged, read_loras
 from sdflow.weights.recipe import (
-    Bfloat16,
     Blockwise,
-    Constant,
-    Float16,
-    Join,
     Quantized,
     Quantizing,
     Recipe,
-    Reshape,
-    Rotated,
-    Scaled,
     Scales,
-    Sum,
-    Transpose,
 )
 from sdflow.weights.tensors import open_tensors
 
-BFLOAT16 = (0.0, float("inf"))
-"""Limits of a rounding to bfloat16: none."""
-
 READERS = 2
 """Threads that compute weights, one weight each at a time."""
+AT_ONCE = 1 << 18
+"""Values rounded at a time, which stay in the processor's cache."""
 
 Result = TypeVar("Result")
 
@@ -71,50 +57,129 @@ class BoundModel:
     denoiser: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A tensor of a bound model. exact: its values before rounding to 16 bits or quantization; None if neither
-    happened, or it has no recipe. problem: of the stored values, or ""."""
+class CannotCompute(Exception):
+    """A weight cannot be computed from the checkpoint. name: of the tensor; "" if none can."""
 
-    name: str
-    exact: NDArray[Any] | None
-    problem: str
+    def __init__(self, name: str, why: Exception) -> None:
+        super().__init__(f"cannot be computed again: {why}")
+        self.name = name
 
 
+class StoredWeights:
+    """The tensors of a bound model, each compared once: a weight when its exact values are first computed, everything
+    else by `compare`.
+
+    recipes: the structure's, by tensor name. changed: names of the weights that were rounded to 16 bits or quantized.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Any],
+        own: Mapping[str, Any],
+        folders: tuple[Path, Path],
+        recipes: Mapping[str, Recipe],
+        read: Callable[[str], NDArray[Any]],
+        threads: int,
+    ) -> None:
+        """tensors, own: of the model and of the structure. folders: of both. read: returns a parameter in float32.
+        threads: for blockwise quantization."""
+        self.recipes = recipes
+        self._tensors, self._own, self._read, self._threads = tensors, own, read, threads
+        self._folder, self._structure = folders
+        present = [name for name in tensors if name in recipes]
+        self.changed = [name for name in present if _is_changed(recipes[name])]
+        self._of_source: dict[Any, list[str]] = {}
+        for name in present:
+            self._of_source.setdefault(_source(name, recipes[name]), []).append(name)
+        self._compared: set[str] = set()
+        self._problems: dict[str, str] = {}
+
+    @property
+    def count(self) -> int:
+        """Number of weights compared with their recipes."""
+        return len(self._compared)
+
+    @property
+    def problems(self) -> Mapping[str, str]:
+        """Tensor -> what is wrong with its stored values, in the order of the graph."""
+        return {name: self._problems[name] for name in {**self._own, **self._tensors} if name in self._problems}
+
+    def exact(self, name: str) -> NDArray[Any]:
+        """A weight before rounding or quantization. The first time, the stored values are compared. Thread-safe. Raises
+        CannotCompute."""
+        with _naming(name):
+            recipe = self.recipes[name]
+            exact = unrounded_values(recipe, self._read)
+            if name not in self._compared:
+                self._compare_all(self._of_source[_source(name, recipe)], exact)
+            return exact
+
+    def compare(self) -> None:
+        """Compare all tensors that were not compared yet. Memory: a few of the largest. Raises CannotCompute.
+
+        A tensor without a recipe belongs to the graph and must equal the structure's.
+        """
+        for name in self._own:
+            if name not in self._tensors:
+                what = "a recipe for it" if name in self.recipes else "it"
+                self._problems[name] = f"the structure has {what}, but the model has no such tensor"
+        for name in self._tensors.keys() - self.recipes.keys():
+            if name not in self._own:
+                self._problems[name] = f"it has no recipe and {MISSING}"
+                continue
+            with _naming(name):
+                if _bytes(self._tensors[name], self._folder) != _bytes(self._own[name], self._structure):
+                    self._problems[name] = f"it belongs to the graph, but {DIFFERS}"
+        left = [names[0] for names in self._of_source.values() if names[0] not in self._compared]
+        for _ in ahead(self.exact, left):
+            pass
+
+    def _compare_all(self, names: Sequence[str], exact: NDArray[Any]) -> None:
+        """Compare tensors that store the same values: a quantized weight has scales."""
+        first, parts = self.recipes[names[0]], dict[Any, NDArray[Any]]()
+        if isinstance(first, Quantized | Scales):
+            parts[Quantized], parts[Scales] = again(first.kind, exact, first.axis)
+        elif isinstance(first, Blockwise):
+            parts.update(blocks_again(exact, first.how, self._threads))
+        for name in names:
+            recipe = self.recipes[name]
+            wanted, stored_as = rounding_of(recipe, exact, self._read)
+            if isinstance(recipe, Quantizing):
+                wanted = parts[recipe.part if isinstance(recipe, Blockwise) else type(recipe)]
+            if not _holds(self._tensors[name], self._folder, wanted, stored_as):
+                self._problems[name] = OTHER_VALUES
+        self._compared.update(names)
+
+
+@contextmanager
 def stored_weights(
     submodel: str, structure: Path, recipes: Mapping[str, Recipe], parameters: Mapping[str, Any], bound: BoundModel
-) -> Iterator[Stored]:
-    """Yield every tensor of the bound model. recipes: the structure's, by tensor name.
-
-    A tensor without a recipe belongs to the graph and must equal the structure's. Memory: a few of the largest tensors,
-    and whatever the caller keeps. Raises CheckpointError, PassError, OSError or ValueError if something cannot be read.
-    """
+) -> Iterator[StoredWeights]:
+    """Open the weights of the bound model for comparison. recipes: the structure's, by tensor name. Raises CannotCompute
+    if something cannot be read, or a file of the checkpoint changes."""
     import onnx
 
-    own = _tensors(onnx.load(str(structure / MODEL_FILE), load_external_data=False))
-    model = _tensors(onnx.load(str(bound.folder / MODEL_FILE), load_external_data=False))
-    for name in own.keys() - model.keys():
-        what = "a recipe for it" if name in recipes else "it"
-        yield Stored(name, None, f"the structure has {what}, but the model has no such tensor")
-    by_blocks = any(isinstance(recipe, Blockwise) for recipe in recipes.values())
-    with _reading(submodel, parameters, bound) as read, one_thread() if by_blocks else nullcontext(1) as threads:
-        latest = _Latest(read, threads)
+    folders = bound.folder, structure
+    with ExitStack() as stack:
+        with _naming(""):
+            tensors, own = (
+                _tensors(onnx.load(str(folder / MODEL_FILE), load_external_data=False)) for folder in folders
+            )
+            read = stack.enter_context(_reading(submodel, parameters, bound))
+        by_blocks = any(isinstance(recipe, Blockwise) for recipe in recipes.values())
+        threads = stack.enter_context(one_thread()) if by_blocks else 1
+        yield StoredWeights(tensors, own, folders, recipes, read, threads)
+        with _naming(""):
+            stack.close()
 
-        def stored(name: str) -> Stored | None:
-            tensor, recipe = model[name], recipes.get(name)
-            if isinstance(recipe, Blockwise):
-                exact, bits = latest.blocks(recipe)
-                same = _same_bytes(tensor, bound.folder, bits[recipe.part])
-                return Stored(name, exact if recipe.part == "values" else None, "" if same else OTHER_VALUES)
-            if recipe is not None:
-                return _by_recipe(name, tensor, bound.folder, recipe, read)
-            if name not in own:
-                return Stored(name, None, f"it has no recipe and {MISSING}")
-            if _bytes(tensor, bound.folder) != _bytes(own[name], structure):
-                return Stored(name, None, f"it belongs to the graph, but {DIFFERS}")
-            return None
 
-        yield from (each for each in ahead(stored, model) if each is not None)
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Raise errors of reading as CannotCompute."""
+    try:
+        yield
+    except (CheckpointError, PassError, OSError, ValueError) as error:
+        raise CannotCompute(name, error) from error
 
 
 def ahead(work: Callable[[str], Result], names: Iterable[str]) -> Iterator[Result]:
@@ -127,28 +192,6 @@ def ahead(work: Callable[[str], Result], names: Iterable[str]) -> Iterator[Resul
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-
-
-class _Latest:
-    """The most recent blockwise quantized weights, whose values, scales and zeros are adjacent. Two are kept, since one
-    thread may already be at the next weight."""
-
-    def __init__(self, read: Callable[[str], NDArray[Any]], threads: int) -> None:
-        self._read, self._threads = read, threads
-        self._lock = Lock()
-        self._found: list[tuple[Any, tuple[NDArray[Any], Mapping[str, NDArray[Any]]]]] = []
-
-    def blocks(self, recipe: Blockwise) -> tuple[NDArray[Any], Mapping[str, NDArray[Any]]]:
-        """The values to quantize, and the bits of the three parts."""
-        key = recipe.how, recipe.of
-        with self._lock:
-            found = next((each for known, each in self._found if known == key), None)
-            if found is None:
-                del self._found[:-1]  # before computing the next one
-                exact = _exact(recipe, self._read)
-                found = exact, blocks_again(exact, recipe.how, self._threads)
-                self._found.append((key, found))
-            return found
 
 
 @contextmanager
@@ -174,133 +217,38 @@ def _reading(
 
 
 class ExactWeights(Mapping[str, "NDArray[Any]"]):
-    """Weights of a bound model before rounding or quantization, each computed on access."""
+    """Weights before rounding or quantization, each computed on access."""
 
-    def __init__(self, recipes: Mapping[str, Recipe], read: Callable[[str], NDArray[Any]]) -> None:
-        self._recipes, self._read = recipes, read
+    def __init__(self, weights: StoredWeights, names: Iterable[str]) -> None:
+        self._weights, self._names = weights, dict.fromkeys(names)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        return _exact(self._recipes[name], self._read)
+        if name not in self._names:
+            raise KeyError(name)
+        return self._weights.exact(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._recipes
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._recipes)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._recipes)
+        return len(self._names)
 
 
-@contextmanager
-def exact_weights(
-    submodel: str, recipes: Mapping[str, Recipe], parameters: Mapping[str, Any], bound: BoundModel
-) -> Iterator[ExactWeights]:
-    """The weights of these recipes that are rounded or quantized. Raises like `stored_weights`."""
-    changed = {
-        name: recipe
-        for name, recipe in recipes.items()
-        if isinstance(recipe, Quantized | Blockwise) or _limits(recipe) != {None}
-    }
-    with _reading(submodel, parameters, bound) as read:
-        yield ExactWeights(changed, read)
+def _is_changed(recipe: Recipe) -> bool:
+    """Whether a recipe rounds or quantizes values; scales are not weights."""
+    if isinstance(recipe, Quantizing):
+        return isinstance(recipe, Quantized) or (isinstance(recipe, Blockwise) and recipe.part == "values")
+    return rounds(recipe)
 
 
-def _exact(recipe: Recipe, read: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
-    """Evaluate a recipe in float32 without its roundings; for a quantizing one, its input."""
-    of = recipe.of if isinstance(recipe, Quantizing) else recipe
-    values = evaluate(unrounded(of), read)
-    if values.dtype == np.float32 and not values.flags.c_contiguous:
-        import torch
-
-        values = torch.from_numpy(values).contiguous().numpy()  # transposed in a quarter of numpy's time
-    return np.ascontiguousarray(values)
-
-
-def _by_recipe(name: str, tensor: Any, folder: Path, recipe: Recipe, read: Callable[[str], NDArray[Any]]) -> Stored:
-    exact = _exact(recipe, read)
-    if isinstance(recipe, Quantized | Scales):
-        values, scales = again(recipe.kind, exact, recipe.axis)
-        wanted = values if isinstance(recipe, Quantized) else scales
-        known = exact if isinstance(recipe, Quantized) else None
-        return Stored(name, known, "" if _same_bytes(tensor, folder, wanted) else OTHER_VALUES)
-    limits = _limits(recipe)
-    if limits == {None}:
-        wanted, exact_values = exact, None
-    elif len(limits) == 1:
-        (pair,) = limits
-        assert pair is not None
-        wanted, exact_values = as_bfloat16(exact) if pair == BFLOAT16 else rounded(exact, *pair), exact
-    else:  # rounded in some parts only: cannot be separated
-        wanted, exact_values = np.ascontiguousarray(evaluate(recipe, read)), exact
-    return Stored(name, exact_values, "" if _same_bytes(tensor, folder, wanted) else OTHER_VALUES)
-
-
-def unrounded(recipe: Recipe) -> Recipe:
-    """The recipe without its roundings, in float32 throughout."""
-    match recipe:
-        case Float16() | Bfloat16():
-            return unrounded(recipe.of)
-        case Transpose():
-            return Transpose(recipe.axes, unrounded(recipe.of))
-        case Reshape():
-            return Reshape(recipe.shape, unrounded(recipe.of))
-        case Join():
-            return Join(recipe.axis, tuple(unrounded(part) for part in recipe.parts))
-        case Sum():
-            return Sum(tuple(unrounded(part) for part in recipe.parts))
-        case Scaled():
-            return Scaled(recipe.power, unrounded(recipe.of))
-        case Rotated():
-            return Rotated(recipe.axis, recipe.size, unrounded(recipe.of))
-        case Constant(dtype="float16"):
-            wide = np.frombuffer(recipe.raw, "<f2").astype("<f4")
-            return Constant(wide.tobytes(), recipe.shape, "float32")
-    return recipe
-
-
-def _limits(recipe: Recipe) -> set[tuple[float, float] | None]:
-    """The limits of the roundings that the values pass; None for values that pass none."""
-    match recipe:
-        case Bfloat16():
-            return {BFLOAT16, *(_limits(recipe.of) - {None})}
-        case Float16():
-            return {(recipe.smallest, recipe.largest), *(_limits(recipe.of) - {None})}
-        case Transpose() | Reshape():
-            return _limits(recipe.of)
-        case Join():
-            return {limits for part in recipe.parts for limits in _limits(part)}
-        case Sum():
-            inner = {limits for part in recipe.parts for limits in _limits(part)} - {None}
-            return {None, *inner}
-        case Constant(dtype="float16"):
-            return set()
-    return {None}
-
-
-def as_bfloat16(values: NDArray[Any]) -> NDArray[Any]:
-    """Round to bfloat16, as uint16, since numpy lacks the type."""
-    import torch
-
-    bits: NDArray[Any] = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
-    return bits
-
-
-def rounded(values: NDArray[Any], smallest: float, largest: float) -> NDArray[Any]:
-    """Round to float16; values beyond the limits become the limits, except 0 and non-finite ones."""
-    import torch
-
-    half: NDArray[Any] = torch.from_numpy(values).half().numpy()
-    # Rounding is monotonic: values beyond a limit round to it or beyond.
-    low, high = (int(np.float16(limit).view(np.uint16)) for limit in (smallest, largest))
-    size = half.view(np.uint16).reshape(-1) & np.uint16(0x7FFF)
-    suspects = np.flatnonzero((size <= low) | (size >= high))
-    exact = values.reshape(-1)[suspects]
-    magnitude = np.abs(exact)
-    for limit, beyond in ((largest, magnitude > np.float32(largest)), (smallest, magnitude < np.float32(smallest))):
-        changed = beyond & (magnitude > 0) & np.isfinite(magnitude)
-        half.reshape(-1)[suspects[changed]] = np.copysign(np.float16(limit), exact[changed])
-    return half
+def _source(name: str, recipe: Recipe) -> Any:
+    """What tensors that store the same values have in common."""
+    if isinstance(recipe, Blockwise):
+        return recipe.how, recipe.of
+    return (recipe.kind, recipe.axis, recipe.of) if isinstance(recipe, Quantized | Scales) else name
 
 
 def _tensors(model: Any) -> dict[str, Any]:
@@ -313,16 +261,21 @@ def _tensors(model: Any) -> dict[str, Any]:
     return found
 
 
-def _same_bytes(tensor: Any, folder: Path, wanted: NDArray[Any]) -> bool:
-    """Whether a TensorProto holds exactly these values. Large ones are compared in place."""
+def _holds(tensor: Any, folder: Path, values: NDArray[Any], stored_as: Callable[[NDArray[Any]], NDArray[Any]]) -> bool:
+    """Whether a TensorProto holds exactly these values, as `stored_as` rounds them. Large ones are rounded and compared
+    in place, AT_ONCE at a time."""
     if not is_external(tensor):
-        return _bytes(tensor, folder) == wanted.tobytes()
+        return _bytes(tensor, folder) == stored_as(values).tobytes()
     location, offset, _ = data_span(tensor)
-    if not wanted.nbytes or (folder / location).stat().st_size < offset + wanted.nbytes:
-        return not wanted.nbytes
-    kind = f"u{wanted.itemsize}"
-    stored = np.memmap(folder / location, kind, "r", offset, (wanted.size,))
-    return bool(np.array_equal(stored, wanted.view(kind).reshape(-1)))
+    flat = values.reshape(-1)
+    kind = f"u{stored_as(flat[:0]).itemsize}"
+    if not flat.size or (folder / location).stat().st_size < offset + flat.size * np.dtype(kind).itemsize:
+        return not flat.size
+    stored = np.memmap(folder / location, kind, "r", offset, (flat.size,))
+    return all(
+        np.array_equal(stored[begin : begin + AT_ONCE], stored_as(flat[begin : begin + AT_ONCE]).view(kind))
+        for begin in range(0, flat.size, AT_ONCE)
+    )
 
 
 def _bytes(tensor: Any, folder: Path) -> bytes:

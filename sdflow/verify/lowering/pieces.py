@@ -6,7 +6,6 @@ while all cases run through it; values that later pieces read are kept.
 
 from __future__ import annotations
 
-import gc
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -209,7 +208,6 @@ class PieceSession:
                     for name in values.keys() - needed:
                         del values[name]
                 del session
-                gc.collect()
                 open_from(index + 1)
                 yield given
                 del given
@@ -222,7 +220,10 @@ class PieceSession:
         with ThreadPoolExecutor(READERS) as pool:
             given = dict(zip(names, pool.map(lambda name: make(self.exact[name]), names), strict=True))
         part = Lowered(piece.model, {}, {}, {})
-        return session_of(part, self.folder, threads=self.threads, fuse=self.fuse, given=given, brief=brief)
+        plain = bool(given)
+        return session_of(
+            part, self.folder, threads=self.threads, fuse=self.fuse, given=given, brief=brief, plain=plain
+        )
 
 
 def ort_value(value: np.ndarray) -> onnxruntime.OrtValue:

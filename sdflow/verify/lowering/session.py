@@ -30,11 +30,13 @@ def session_of(
     fuse: bool = False,
     given: Mapping[str, onnxruntime.OrtValue] = MappingProxyType({}),
     brief: bool = False,
+    plain: bool = False,
 ) -> onnxruntime.InferenceSession:
     """A session on the CPU provider. folder: of the artifact's external data. threads: 0 for one per core.
 
     fuse: with all of ONNX Runtime's optimizations, as CPU artifacts run. given: values of the initializers lowered as
-    `exact`; the caller keeps them alive with the session. brief: the session runs at most FEW times.
+    `exact`; the caller keeps them alive with the session. brief: the session runs at most FEW times. plain: the graph is not
+    optimized, which copies and hashes given weights.
 
     The weights are read from the artifact's file and converted once, when the session is made; not those of LARGE graphs
     or brief sessions.
@@ -47,7 +49,7 @@ def session_of(
     options.log_severity_level = 3
     # Planning memory reuse costs a minute for the 5,300 nodes of a lowered UNet: 7 s without.
     options.enable_mem_reuse = False
-    if large and not fuse:
+    if (large or plain) and not fuse:
         # Even the basic level (of ONNX Runtime 1.31) makes a run keep every converted weight until its end.
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     elif not fuse:
