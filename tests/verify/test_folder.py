@@ -78,7 +78,9 @@ def test_a_good_folder_of_every_family_is_the_checkpoints(architecture: str, tmp
     assert found_in(described_folder(checkpoint, tmp_path), checkpoint, whole=whole) == []
 
 
-@pytest.mark.parametrize("what", EXCHANGED)
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=pytest.mark.slow) if what == "Euler's scheduler" else what for what in EXCHANGED]
+)
 def test_a_good_folder_with_parts_from_elsewhere_is_too(what: str, tmp_path: Path) -> None:
     reference, more, left_out = EXCHANGED[what]
     checkpoint = opened(reference, **more)
