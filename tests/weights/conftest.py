@@ -23,7 +23,7 @@ from sdflow.passes.onnx_conversion import OnnxConversion
 from sdflow.passes.ort_transformers_optimization import OrtTransformersOptimization
 from sdflow.passes.worker import run_pass
 from sdflow.sources.architectures import architecture_config
-from sdflow.weights.faster_fusion import kept_expressions
+from sdflow.weights.faster_fusion import faster_fusion
 from sdflow.weights.lora import LoraInput
 from sdflow.weights.structure import hollow
 
@@ -144,7 +144,7 @@ class Builder:
         return model
 
     def _run(self, step: ChainStep, inputs: PassInputs, out: Path) -> None:
-        with _to_be_made(out) as building, kept_expressions() if self.kept else nullcontext():
+        with _to_be_made(out) as building, faster_fusion() if self.kept else nullcontext():
             if building is not None:
                 step.implementation().run(inputs, building, step.implementation.Config(**step.config))
 
