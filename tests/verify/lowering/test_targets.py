@@ -97,7 +97,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Builder:
     return shared_builder(tmp_path_factory, kept=True)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "target", [pytest.param(each, marks=pytest.mark.slow) if each == "rocm" else each for each in TARGETS]
+)
 def test_a_small_unet_of_each_target_computes_what_pytorch_computes(target: str, built: Builder) -> None:
     load = synthetic("unet")
     lowered = check("unet", built.carried("unet", target), load, load_module("unet", load), target, 64)
