@@ -43,6 +43,7 @@ LONGEST_FILES = (
     "test_z_image_job", "test_one_file", "test_bench", "test_other_family_job", "test_flux_job", "test_verify",
     "test_signals", "test_streamed", "test_equality", "test_folder", "test_onnx_pipeline", "test_components",
     "test_klein_sample", "test_watchdog", "test_exact", "test_docs", "test_stable_diffusion_3_targets", "test_flux_targets",
+    "test_bench_on_webgpu", "test_operators", "test_samplers", "test_once", "test_new_batch_sizes",
     "test_evaluate", "test_loras", "test_init", "test_structure_and_weights", "test_inputs_that_change", "test_control",
     "test_few_steps", "test_ort_transformers_optimization", "test_memory_limit", "test_lanes", "test_families",
     "test_generate", "test_tune", "test_faults", "test_openai_client", "test_fuzz", "test_kills", "test_pins", "test_deploy",

@@ -20,6 +20,7 @@ import pytest
 import typer
 import yaml
 from bench.conftest import built  # noqa: F401
+from sampled import sampled
 from started_python import Command
 
 from sdflow.cli.app import app
@@ -219,10 +220,21 @@ def test_commands_are_run_here_or_elsewhere() -> None:
             assert (ROOT / name).is_file()
 
 
+RUN = [line for line in WHOLE if line.words[0] in RUN_HERE and COMPARED.isdisjoint(line.words)]
+OPTIONS = sorted({(line.words[0], word) for line in RUN for word in line.words if word.startswith("-")})
+
+
 @pytest.mark.parametrize(
-    "line", [line for line in WHOLE if line.words[0] in RUN_HERE and COMPARED.isdisjoint(line.words)], ids=str
+    "line",
+    sampled(
+        RUN,
+        lambda line: line.words[: 2 if line.words[0] == "cache" else 1],
+        *(lambda line, option=option: line.words[0] == option[0] and option[1] in line.words for option in OPTIONS),
+    ),
+    ids=str,
 )
 def test_a_command_of_the_manual_runs(line: Line, folder: Path, sdflow: Command) -> None:
+    """By default so many that each command and each of its options occurs."""
     words = [*line.words, *QUICKER.get(line.words[0], ())]
     if line.words[:2] == ("cache", "clean"):
         words.append("--yes")

@@ -165,7 +165,7 @@ def test_a_worker_that_dies_is_an_error_with_its_last_words(tiny_pipeline: Path,
         evaluate(tmp_path / "out", SPEC, "cpu", threads=1)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("sent", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_the_worker_dies_with_its_parent(tiny_pipeline: Path, tmp_path: Path, sent: signal.Signals) -> None:
     script = (
         "import sys; from pathlib import Path; from sdflow.bench.evaluate import evaluate;"

@@ -139,10 +139,10 @@ def test_the_graph_draws_what_the_pipeline_draws(tiny_pipeline: Path, tiny: Pipe
     onnx.checker.check_model(str(tmp_path / "tiny.onnx"))
 
 
-SLOW_SCHEDULERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("ddim", "euler", "unipc", "tcd")]
+SLOW_SCHEDULERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("ddim", "euler", "unipc", "tcd", "lcm")]
 
 
-@pytest.mark.parametrize("scheduler", ["euler_a", "dpm++_2m", "lcm", "pndm", *SLOW_SCHEDULERS])
+@pytest.mark.parametrize("scheduler", ["euler_a", "dpm++_2m", "pndm", *SLOW_SCHEDULERS])
 def test_an_open_schedule_takes_every_scheduler(
     scheduler: str, open_graph: Path, tiny_pipeline: Path, scheduled: Callable[[str], Pipeline]
 ) -> None:

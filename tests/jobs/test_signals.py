@@ -105,8 +105,9 @@ def processes_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     ("number", "times", "phrase"),
     [
         pytest.param(signal.SIGINT, 1, "verify: reference: loading", marks=pytest.mark.slow),
-        (signal.SIGTERM, 1, "in float16"),
-        (signal.SIGINT, 3, "comparing with PyTorch"),
+        pytest.param(signal.SIGTERM, 1, "in float16", marks=pytest.mark.slow),
+        (signal.SIGINT, 3, "in float16"),
+        pytest.param(signal.SIGINT, 3, "comparing with PyTorch", marks=pytest.mark.slow),
     ],
 )
 def test_after_one_signal_a_run_that_verifies_ends_and_assembles_nothing(

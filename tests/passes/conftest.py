@@ -18,7 +18,7 @@ from sdflow.onnx_model.files import store_model
 from sdflow.passes.base import PassInputs
 from sdflow.passes.olive import SILENCE
 from sdflow.passes.ort_transformers_optimization import OrtTransformersOptimization, OrtTransformersOptimizationConfig
-from sdflow.weights.faster_fusion import kept_expressions
+from sdflow.weights.faster_fusion import faster_fusion
 
 os.environ.update(SILENCE)  # before anything imports olive
 
@@ -200,5 +200,5 @@ def fused_unet(tiny_unet: Exported, tmp_path_factory: pytest.TempPathFactory) ->
     """The tiny UNet after OrtTransformersOptimization with every fusion on."""
     out = tmp_path_factory.mktemp("fused_unet")
     config = OrtTransformersOptimizationConfig(model_type="unet")
-    with kept_expressions():  # as in a build; that it gives the same: tests/weights/test_equality.py
+    with faster_fusion():  # as in a build; that it gives the same: tests/weights/test_equality.py
         return Fused(out, OrtTransformersOptimization().run(PassInputs("unet", tiny_unet.path, {}), out, config))

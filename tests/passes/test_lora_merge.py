@@ -133,7 +133,7 @@ def assert_close(values: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
         assert np.linalg.norm(value - wanted[name]) <= 1e-6 * np.linalg.norm(wanted[name]), name
 
 
-@pytest.mark.parametrize("style", ["diffusers", "kohya"])
+@pytest.mark.parametrize("style", [pytest.param("diffusers", marks=pytest.mark.slow), "kohya"])
 def test_equals_the_export_of_the_model_that_diffusers_fuses(
     style: str, folder: Path, base: dict[str, Path], loras: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -88,6 +88,7 @@ def test_a_refiner_gets_the_workflow_of_a_refiner(tmp_path: Path) -> None:
     assert written.read_text().startswith("# Stable Diffusion XL refiner for cpu")
 
 
+@pytest.mark.slow  # by default, test_flux_job and test_z_image_job in tests/jobs run what `init` writes, and verify it
 def test_the_workflow_runs(shell: Shell) -> None:
     """`tests/jobs/test_flux_job.py` verifies what one of `init` builds, `test_main_job.py` LoRAs in a pipeline."""
     (pipeline,) = shell.json("run", "mine.yaml", "--no-verify", "--no-evaluate")["pipelines"]

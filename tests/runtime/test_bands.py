@@ -42,6 +42,8 @@ WORKFLOWS = {
     "tiny": "sd15-tiny", "sdxl_tiny": "sdxl-tiny", "sd35_tiny": "sd35-tiny", "flux1_schnell_tiny": "flux1-schnell-tiny",
     "flux2_tiny": "flux2-tiny", "z_image_tiny": "z-image-tiny",
 }  # fmt: skip
+ALIKE = ("sdxl_tiny", "flux1_schnell_tiny", "z_image_tiny")
+"""Their VAEs have the graphs of Stable Diffusion 1 and 3 with other numbers."""
 HALVES = ("vae_encoder", "vae_decoder")
 ROWS, COLUMNS, BAND = 13, 6, 5
 """Of latents: the bands do not divide the image, which is no square."""
@@ -81,7 +83,7 @@ class Cut:
         return np.asarray(Bands(half, self.parts, "cpu")(image).float())
 
 
-@pytest.fixture(params=WORKFLOWS)
+@pytest.fixture(params=[pytest.param(each, marks=pytest.mark.slow) if each in ALIKE else each for each in WORKFLOWS])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -41,6 +41,8 @@ MODELS = {
     "lcm-sdxl-tiny": ("StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline", LCM),
     "lcm-tiny": ("LatentConsistencyModelPipeline", "LatentConsistencyModelImg2ImgPipeline", LCM),
 }
+OF_XL = [name for name, (text, *_) in MODELS.items() if "XL" in text]
+"""By default one of each kind, of the smaller family: XL is held to diffusers in tests of its own."""
 
 
 class Built:
@@ -58,7 +60,9 @@ class Built:
         return of_diffusers(cls, self.parts)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.slow) if name in OF_XL else name for name in MODELS]
+)
 def built(
     request: pytest.FixtureRequest, converted: Converted, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Built]:

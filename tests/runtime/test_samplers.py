@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from named_schedulers import OF_SD
+from sampled import sampled
 from torch.overrides import TorchFunctionMode
 
 from sdflow.errors import UsageError
@@ -394,15 +395,27 @@ def test_images_of_a_batch_are_those_of_their_seeds_alone(
     np.testing.assert_allclose(together, np.concatenate(alone), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", [*NOISE_SCHEDULERS, *FLOW_SCHEDULERS])
-@pytest.mark.parametrize("others", [{}, {"_use_default_values": ["beta_start"], "sigma_min": 0.1, "solver_order": 3}])
-def test_a_scheduler_is_made_as_diffusers_makes_it(name: str, others: dict[str, Any]) -> None:
+OTHERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "of another scheduler": {"_use_default_values": ["beta_start"], "sigma_min": 0.1, "solver_order": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "entries"),
+    sampled(
+        product([*NOISE_SCHEDULERS, *FLOW_SCHEDULERS], OTHERS),
+        lambda case: case[0],
+        lambda case: (parts_of(case[0])[0], case[1]),
+    ),
+)
+def test_a_scheduler_is_made_as_diffusers_makes_it(name: str, entries: str) -> None:
     """Without importing all other schedulers, which diffusers does to know whose entries those are that this one ignores."""
     if missing(*requirements(name)):
         pytest.skip("its packages are not installed")
     cls, options = SCHEDULERS[name]
     config = {"num_train_timesteps": 1000} if name in FLOW_SCHEDULERS else BASE
-    config = {**config, **others, "_class_name": "PNDMScheduler"}
+    config = {**config, **OTHERS[entries], "_class_name": "PNDMScheduler"}
     ours = from_config(scheduler_class(cls), config, **options)
     theirs = scheduler_class(cls).from_config(config, **options)
     assert dict(ours.config) == dict(theirs.config)

@@ -47,12 +47,17 @@ from sdflow.targets import TARGETS
 
 SHARES = {"sd35-tiny": 0.5, "flux2-tiny": 0.4, "z-image-tiny": 0.3, "sdxl-tiny": 0.6}
 """Architecture -> how much of the denoiser's weights stays, so that some are streamed in every step."""
+ALIKE = ("sd35-tiny", "z-image-tiny")
+"""A transformer with its text encoders, as FLUX.2 is, which has blocks of both kinds."""
 LEAST, SEGMENT = 1 << 10, 1 << 15
 DELAY = 200
 PLAIN = "ORT_DISABLE_ALL"
 
 
-@pytest.fixture(scope="module", params=SHARES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(each, marks=pytest.mark.slow) if each in ALIKE else each for each in SHARES],
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, converted: Converted) -> Path:
     checkpoint = open_checkpoint(f"synthetic:{request.param}", digests=PlainDigests(), download=False)
     return put_together(checkpoint, converted, tmp_path_factory.mktemp("streams") / request.param)

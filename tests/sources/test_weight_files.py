@@ -125,11 +125,12 @@ def folders(
             yield " and ".join(names), folder
 
 
+@pytest.mark.parametrize("counts", [(1, 2), pytest.param((3,), marks=pytest.mark.slow)], ids=str)
 def test_of_several_weights_those_are_bound_that_the_library_loads(
-    component: str, copies: list[Tensors], config: Path, tmp_path: Path
+    component: str, copies: list[Tensors], config: Path, tmp_path: Path, counts: tuple[int, ...]
 ) -> None:
     wrong = []
-    for what, folder in folders(component, copies, config, tmp_path, (1, 2, 3)):
+    for what, folder in folders(component, copies, config, tmp_path, counts):
         if not equal(our_tensors(component, folder), their_tensors(component, folder)):
             wrong.append(what)
     assert wrong == []

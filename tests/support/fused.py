@@ -13,7 +13,7 @@ from sdflow.disk.shipped import shipped_workflow
 from sdflow.passes.base import PassInputs
 from sdflow.passes.registry import catalog, find_pass
 from sdflow.sources import Checkpoint
-from sdflow.weights.faster_fusion import kept_expressions, nodes_in_order
+from sdflow.weights.faster_fusion import faster_fusion
 
 
 class Fused:
@@ -38,7 +38,7 @@ class Fused:
             out = self.root / name / step.pass_name
             out.mkdir(parents=True)
             inputs = PassInputs(name, artifact.path, {}, family)
-            with kept_expressions(), nodes_in_order():  # as in a build; that both give the same: tests/weights
+            with faster_fusion():  # as in a build; that it gives the same: tests/weights
                 implementation().run(inputs, out, implementation.Config(**step.options))
             artifact = artifact_of(out)
         return artifact

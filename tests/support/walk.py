@@ -136,9 +136,13 @@ IN_ITS_OWN_JOB = ("flux2",)
 """Families whose VAE does not come as a file of its own: `tests/jobs/test_flux2_job.py`."""
 
 
-SHOWN_ELSEWHERE = ("flux", "stable_diffusion_3", "z_image", "transformer", "stable_diffusion_xl_refiner")
+SHOWN_ELSEWHERE = (
+    *("flux", "stable_diffusion_3", "z_image", "transformer", "stable_diffusion_xl_refiner"),
+    *("latent_consistency", "taesd-tiny"),
+)
 """What `fewest_rows` need not show: families that a job in `tests/jobs/` takes from a folder to diffusers' own image by default,
-the transformer of another (`test_flux_job.py`: from a GGUF file), and the refiner, which is built as an addition to XL."""
+the transformer of another (`test_flux_job.py`: from a GGUF file), the refiner, which is built as an addition to XL, and latent
+consistency models and TAESD, whose images `tests/runtime/test_few_steps.py` and `test_vae_tiny.py` hold to diffusers'."""
 
 
 def every_row() -> Iterator[Row]:

@@ -28,7 +28,9 @@ ROTATED = {"QuantizeInt8": {"reduce_range": True, "rotation": 16}}
     ("source", "submodel", "begin", "quantize", "kind", "most"),
     [
         ("synthetic:sd35-tiny", "text_encoder_3", CONVERTED, INT4, "int4", 0.5),  # T5
-        ("synthetic:z-image-tiny", "text_encoder", CONVERTED, INT4, "int4", 0.5),  # Qwen3
+        pytest.param(
+            "synthetic:z-image-tiny", "text_encoder", CONVERTED, INT4, "int4", 0.5, marks=pytest.mark.slow
+        ),  # Qwen3
         ("synthetic:z-image-tiny", "text_encoder", CONVERTED, ROTATED, "int8", 0.1),
         ("synthetic:flux2-tiny", "transformer", FUSED, INT4, "int4", 0.2),
         pytest.param("synthetic:flux2-tiny", "transformer", FUSED, INT8, "int8", 0.05, marks=pytest.mark.slow),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from submodels import FAMILY
 
 from sdflow.passes.base import PassInputs
@@ -21,7 +23,7 @@ from sdflow.passes.onnx_conversion import OnnxConversion
 from sdflow.passes.ort_transformers_optimization import OrtTransformersOptimization
 from sdflow.passes.worker import run_pass
 from sdflow.sources.architectures import architecture_config
-from sdflow.weights.faster_fusion import kept_expressions
+from sdflow.weights.faster_fusion import faster_fusion
 from sdflow.weights.lora import LoraInput
 from sdflow.weights.structure import hollow
 
@@ -101,8 +103,9 @@ def structure_request(
 
 @dataclass(frozen=True)
 class Builder:
-    """Builds small models, each distinct one once. unet: config.json of the UNet. kept: expressions of shapes are kept while it
-    fuses with weights, as they are without; that both give the same is seen where they are not (`test_equality.py`)."""
+    """Builds small models, each distinct one once, also where several processes use the folder. unet: config.json of the UNet.
+    kept: expressions of shapes are kept while it fuses with weights, as they are without; that both give the same is seen where
+    they are not (`test_equality.py`)."""
 
     root: Path
     unet: dict[str, Any] = field(default_factory=lambda: SMALL_UNET)
@@ -117,9 +120,9 @@ class Builder:
                 continue
             names.append(step.implementation.name)
             out = self.root / "structure" / submodel / (target if model else "converted") / "-".join(names)
-            if not out.exists():
-                out.mkdir(parents=True)
-                run_pass(structure_request(submodel, step, model, out, self.unet), lambda phrase: None)
+            with _to_be_made(out) as building:
+                if building is not None:
+                    run_pass(structure_request(submodel, step, model, building, self.unet), lambda phrase: None)
             model = out
         assert model is not None
         return model
@@ -127,30 +130,47 @@ class Builder:
     def carried(self, submodel: str, target: str, loras: Sequence[LoraInput] = (), seed: int = 0) -> Path:
         """What the chain's passes give when they carry the weights."""
         conversion, *rest = chain(submodel, target)
-        model = self.root / "converted" / submodel / str(seed)
-        if not model.exists():
-            model.mkdir(parents=True)
-            self._run(conversion, PassInputs(submodel, None, synthetic(submodel, seed, self.unet)), model)
+        made = self.root / ("kept" if self.kept else "anew")
+        model = made / "converted" / submodel / str(seed)
+        self._run(conversion, PassInputs(submodel, None, synthetic(submodel, seed, self.unet)), model)
         names = "-".join(f"{lora.path.stem}-{lora.scale}" for lora in loras) or "none"
         for index, step in enumerate(rest):
             if step.implementation is LoraMerge and not loras:
                 continue
-            out = self.root / "carried" / submodel / target / str(seed) / names / str(index)
-            if not out.exists():
-                out.mkdir(parents=True)
-                taken = tuple(loras) if step.implementation.takes_loras else ()
-                self._run(step, PassInputs(submodel, model, {}, loras=taken), out)
+            out = made / "carried" / submodel / target / str(seed) / names / str(index)
+            taken = tuple(loras) if step.implementation.takes_loras else ()
+            self._run(step, PassInputs(submodel, model, {}, loras=taken), out)
             model = out
         return model
 
     def _run(self, step: ChainStep, inputs: PassInputs, out: Path) -> None:
-        with kept_expressions() if self.kept else nullcontext():
-            step.implementation().run(inputs, out, step.implementation.Config(**step.config))
+        with _to_be_made(out) as building, faster_fusion() if self.kept else nullcontext():
+            if building is not None:
+                step.implementation().run(inputs, building, step.implementation.Config(**step.config))
+
+
+@contextmanager
+def _to_be_made(out: Path) -> Iterator[Path | None]:
+    """A folder for what is to lie in `out`, and then does; None where it lies there already. Other processes wait."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(out.with_name(f"{out.name}.lock")):
+        if out.exists():
+            yield None
+            return
+        building = Path(tempfile.mkdtemp(prefix=f"{out.name}.", dir=out.parent))
+        yield building
+        building.rename(out)
+
+
+def shared_builder(tmp_path_factory: pytest.TempPathFactory, *, kept: bool = False) -> Builder:
+    """Of all workers of a test run."""
+    root = tmp_path_factory.getbasetemp()
+    return Builder((root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "small_models", kept=kept)
 
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Builder:
-    return Builder(tmp_path_factory.mktemp("built"))
+    return shared_builder(tmp_path_factory)
 
 
 @pytest.fixture

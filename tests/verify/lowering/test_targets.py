@@ -15,7 +15,7 @@ from submodels import SUBMODELS, dummy_inputs, ports_of
 
 from sdflow.sources import Checkpoint, load_module
 from sdflow.verify.lowering import lower, session_of
-from tests.weights.conftest import Builder, synthetic
+from tests.weights.conftest import Builder, shared_builder, synthetic
 
 REPOSITORY = Path(__file__).parents[3]
 TARGETS = ["cuda", "rocm", "directml", "cpu"]
@@ -94,10 +94,12 @@ def check(submodel: str, folder: Path, load: dict[str, Any], module: Any, target
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Builder:
-    return Builder(tmp_path_factory.mktemp("small"), kept=True)
+    return shared_builder(tmp_path_factory, kept=True)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "target", [pytest.param(each, marks=pytest.mark.slow) if each == "rocm" else each for each in TARGETS]
+)
 def test_a_small_unet_of_each_target_computes_what_pytorch_computes(target: str, built: Builder) -> None:
     load = synthetic("unet")
     lowered = check("unet", built.carried("unet", target), load, load_module("unet", load), target, 64)
