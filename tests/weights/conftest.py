@@ -127,11 +127,19 @@ class Builder:
         assert model is not None
         return model
 
+    @property
+    def _made(self) -> Path:
+        return self.root / ("kept" if self.kept else "anew")
+
+    def converted(self, submodel: str, seed: int = 0) -> Path:
+        """Where `carried` converts the model to ONNX, with its weights."""
+        return self._made / "converted" / submodel / str(seed)
+
     def carried(self, submodel: str, target: str, loras: Sequence[LoraInput] = (), seed: int = 0) -> Path:
         """What the chain's passes give when they carry the weights."""
         conversion, *rest = chain(submodel, target)
-        made = self.root / ("kept" if self.kept else "anew")
-        model = made / "converted" / submodel / str(seed)
+        made = self._made
+        model = self.converted(submodel, seed)
         self._run(conversion, PassInputs(submodel, None, synthetic(submodel, seed, self.unet)), model)
         names = "-".join(f"{lora.path.stem}-{lora.scale}" for lora in loras) or "none"
         for index, step in enumerate(rest):

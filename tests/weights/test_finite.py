@@ -105,7 +105,7 @@ def delta_of(lora: Path, built: Builder) -> float:
 
 def test_a_merge_that_carries_the_weights_refuses_too(built: Builder, lora: Path, tmp_path: Path) -> None:
     built.carried(SUBMODEL, "cuda")
-    converted = built.root / "converted" / SUBMODEL / "0"
+    converted = built.converted(SUBMODEL)
     with pytest.raises(CheckpointError, match=r"style.safetensors: at scale 1e\+39, .* added to .*weight are NaN"):
         LoraMerge().run(
             PassInputs(SUBMODEL, converted, {}, loras=(LoraInput(lora, 1e39),)), tmp_path, LoraMergeConfig()
